@@ -1,0 +1,21 @@
+"""Pagefold serves language models in a fraction of the KV memory: it evicts rows, lets heads differ, stores rows small."""
+
+import importlib
+
+_PUBLIC = {
+    "LLM": "pagefold.engine.llm",
+    "RequestOutput": "pagefold.engine.outputs",
+    "CompletionOutput": "pagefold.engine.outputs",
+    "SamplingParams": "pagefold.core.types",
+    "InputError": "pagefold.core.types",
+    "EngineConfig": "pagefold.core.config",
+}
+__all__ = list(_PUBLIC)
+__version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str):
+    """Public names are imported when they are first used, so that `import pagefold` pulls no torch."""
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'pagefold' has no attribute {name!r}")

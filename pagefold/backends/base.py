@@ -1,0 +1,153 @@
+"""The contract between the model, the compressor and whoever touches page bytes."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagefold.store.pagestore import PageStore
+
+
+@dataclass
+class KVView:
+    """Everything a backend may read or write of the cache: tensors only.
+
+        tiers         hot store, and the cold one if there is a cold tier
+        page_table    int32[slots, G, max_pages]  entries [0, cold) are pages of the cold tier, the rest of the hot one
+        evicted       int32[slots, G]   rows dropped so far, a multiple of the page size
+        cold          int32[slots, G]   leading pages that sit in the cold tier
+        group_of      int32[L, H]       page-table row of a head
+        column_of     int32[L, H]       its column
+        members       int32[G, Hp, 2]   (layer, head) of each (group, column)
+        window        float[L, window slots, w, Hq, D]   queries of the tokens before a compaction (post-RoPE)
+        inv_freq      float[rotary_dim / 2]   RoPE frequencies, for scorers that un-rotate queries
+        page_size     rows per page
+
+    Addressing, the one rule that every backend shares:
+
+        n   = seq_len - evicted[slot, g]            rows stored for head (l, h), g = group_of[l, h]
+        row i of the head is index i % page_size of page page_table[slot, g, i // page_size], column column_of[l, h]
+        query j of a chunk of q_len sees rows [0, n - q_len + j + 1); order is age, so causal needs no positions
+    """
+
+    tiers: list[PageStore]
+    page_table: Tensor
+    evicted: Tensor
+    cold: Tensor
+    group_of: Tensor
+    column_of: Tensor
+    members: Tensor
+    window: Tensor
+    inv_freq: Tensor
+    page_size: int
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """What rows are decoded to outside attention: float64 where the model computes in it, else float32."""
+        return torch.float64 if self.window.dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class ForwardInputs:
+    """One step's batch: B chunks with T tokens in all, chunk after chunk.
+
+    tokens         int64[T]
+    positions      int64[T]     logical positions (RoPE)
+    q_start        int64[B+1]   chunk b is tokens [q_start[b], q_start[b+1])
+    slots          int64[B]
+    seq_lens       int64[B]     tokens of the sequence once this chunk is stored
+    logits_at      int64[N]     tokens whose logits are wanted
+    window_tokens  int64[W]     tokens of the batch whose queries are kept for a coming compaction
+    window_slots   int64[W]     where: window slot ...
+    window_index   int64[W]     ... and place in it
+    host_*         lengths and slots again as Python ints, so that no backend reads a tensor back
+    plan           index tables that a backend derives from the batch at its first layer and keeps for the others;
+                   None in a fresh batch, and again after any edit of the page tables
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    q_start: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    logits_at: Tensor
+    window_tokens: Tensor
+    window_slots: Tensor
+    window_index: Tensor
+    host_q_lens: list[int]
+    host_slots: list[int]
+    host_seq_lens: list[int]
+    plan: object | None = None
+
+
+@dataclass
+class JobBatch:
+    """Compactions of one step that are scored together: J jobs over groups of Hp columns, padded to N source rows.
+
+    slots         int64[J]
+    groups        int64[J]
+    first_page    int64[J]    table index of the first source page
+    num_src       int64[J]    source rows (full pages only); N is the largest
+    num_rows      int64[J]    rows of the group, an open last page included
+    num_tokens    int64[J]    tokens of the sequence: the window's last query is token num_tokens - 1
+    window_slots  int64[J]    0 where a job has no window
+    dst_pages     int64[J, n / page_size]   destination pages (all jobs of a batch keep the same number of rows)
+    dst_tier      int         tier of the destination
+    """
+
+    slots: Tensor
+    groups: Tensor
+    first_page: Tensor
+    num_src: Tensor
+    num_rows: Tensor
+    num_tokens: Tensor
+    window_slots: Tensor
+    dst_pages: Tensor
+    dst_tier: int
+
+    @property
+    def max_src(self) -> int:
+        return int(self.num_src.max())
+
+
+class Backend(Protocol):
+    """Who reads and writes pages. `reference` is the truth; every other backend is tested against it.
+
+    Row data come and go in float32, or in float64 where the model computes in float64.
+    """
+
+    name: str
+
+    def append(self, kv: KVView, layer: int, q: Tensor, k: Tensor, v: Tensor, fwd: ForwardInputs) -> None:
+        """Encode the new tokens' K and V rows (float[T, H, D], post-RoPE) into the hot tier and clear their state;
+        keep the window's queries (q: float[T, Hq, D], post-RoPE)."""
+        ...
+
+    def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
+        """Causal attention of q (float[T, Hq, D]) over the stored rows, the chunk's own included. Returns q's shape."""
+        ...
+
+    def window_scores(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, across: str = "max") -> Tensor:
+        """Attention of the window's queries: softmax per query head over the group's rows (causal inside the window,
+        an open last page included), then the max (`across="max"`) or mean over the query heads of the KV head, then
+        the mean over the window. Returns float32[J, C, N] for the source rows; 0 where a job has fewer than N."""
+        ...
+
+    def read_rows(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
+        """Decoded source rows float32[J, C, N, D], role "k" or "v"; 0 where a job has fewer than N rows."""
+        ...
+
+    def read_state(self, kv: KVView, jobs: JobBatch, columns: slice, name: str) -> Tensor:
+        """A scorer's per-row memory, float32[J, C, N, width]; 0 where a job has fewer than N rows."""
+        ...
+
+    def compact(self, kv: KVView, jobs: JobBatch, columns: slice, keep: Tensor, state: dict[str, Tensor]) -> None:
+        """Write rows keep (int64[J, C, n], ascending indices of source rows) to the destination pages, in every plane.
+        Rows are re-encoded only if the tier changes, and with it the codec. `state` (float32[J, C, N, width] by name)
+        replaces the stored state of the source rows on the way. Source pages are never written."""
+        ...
+
+    def copy_pages(self, src: PageStore, src_pages: Tensor, dst: PageStore, dst_pages: Tensor) -> None:
+        """Copy whole pages between stores of the same format, every plane: swap out and in."""
+        ...

@@ -1,0 +1,170 @@
+"""Configuration: nested frozen sections, parsed once from flat options that are named as on the command line.
+
+Every leaf has one flat name (`kv_budget`, `max_num_seqs`, ...), which is its keyword in `LLM(...)` and, with dashes,
+its command-line flag. An unknown option is an error that lists the known ones.
+"""
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+
+from pagefold.core.types import EVICT_WHEN, InputError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+BACKENDS = ("auto", "cpu", "reference")
+LOAD_FORMATS = ("auto", "dummy")
+PREEMPTIONS = ("recompute", "swap")
+
+
+def _option(default: object, text: str, choices: tuple[str, ...] | None = None) -> typing.Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+        raise InputError(name, f"got {value!r}, must be an integer >= {low}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which weights are served, and in what precision they are computed."""
+
+    model: str = _option("smollm2", "built-in name, Hugging Face directory or Hub id, or a .gguf file")
+    tokenizer: str | None = _option(None, "tokenizer directory, if not the model's own")
+    dtype: str = _option("auto", "precision of weights and activations", DTYPES)
+    load_format: str = _option("auto", "'dummy' makes random weights from the config alone", LOAD_FORMATS)
+    max_model_len: int | None = _option(None, "longest sequence in tokens; default: the model's context")
+    seed: int = _option(0, "seed of dummy weights and of requests that name no seed")
+    backend: str = _option("auto", "who touches page bytes", BACKENDS)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """How KV rows are stored and how many of them there is room for."""
+
+    page_size: int = _option(32, "rows per page")
+    kv_format: str = _option("auto", "row format of pages: a format name, or 'k=NAME,v=NAME'")
+    kv_cold_format: str | None = _option(None, "row format of the cold tier; default: no cold tier")
+    kv_cold_after: int = _option(1024, "rows of a head that stay hot when older ones are cooled, in tokens")
+    kv_cold_share: float = _option(0.5, "share of the KV memory that the cold tier gets")
+    kv_layout: str = _option("uniform", "head layout spec, e.g. 'clustered:profile=FILE'")
+    kv_cache_memory_bytes: int | None = _option(None, "bytes of KV pages; default: 1 GiB on a CPU")
+    num_pages: int | None = _option(None, "pages of the hot tier, instead of a size in bytes")
+    enable_prefix_caching: bool = _option(True, "reuse the pages of prompts that begin alike")
+    kv_swap_bytes: int = _option(1 << 30, "host memory for preempted requests, in bytes")
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """Which rows are dropped, and when. `kv_eviction`, `kv_budget` and `kv_evict_when` can be set per request."""
+
+    kv_eviction: str = _option("none", "scorer spec, e.g. 'zipage' or 'snapkv:kernel=5'; 'none' keeps every row")
+    kv_budget: int = _option(1024, "rows kept per head after a compaction")
+    kv_buffer: int | None = _option(None, "tokens between compactions; default: one page")
+    kv_window: int = _option(16, "recent rows that are always kept; their queries score the others")
+    kv_sink_tokens: int = _option(4, "first rows that are always kept")
+    kv_evict_when: str = _option("always", "'always' at the budget, or only under memory 'pressure'", EVICT_WHEN)
+    kv_prefill_buffer: int | None = _option(None, "fold prompts every this many tokens; default: at their end")
+    kv_lag: int = _option(0, "tokens from a compaction's launch to the step that sees it")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Who runs in a step."""
+
+    max_num_seqs: int = _option(256, "requests running at once")
+    max_num_batched_tokens: int = _option(2048, "tokens computed in one step")
+    kv_window_slots: int | None = _option(None, "query windows to lend; default: a quarter of max_num_seqs, at least 4")
+    preemption: str = _option("recompute", "how requests that evicted nothing are preempted", PREEMPTIONS)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self):
+        for section in self.sections():
+            for leaf in dataclasses.fields(section):
+                choices, value = leaf.metadata["choices"], getattr(section, leaf.name)
+                if choices and value not in choices:
+                    raise InputError(leaf.name, f"got {value!r}, must be one of {', '.join(choices)}")
+                if isinstance(leaf.default, bool) and not isinstance(value, bool):
+                    raise InputError(leaf.name, f"got {value!r}, must be true or false")
+        cache, evict, sched = self.cache, self.eviction, self.scheduler
+        _at_least("page_size", cache.page_size, 1)
+        if cache.page_size & (cache.page_size - 1):
+            raise InputError("page_size", f"got {cache.page_size}, must be a power of two")
+        for name, value, low in (
+            ("max_model_len", self.model.max_model_len, 1),
+            ("kv_cold_after", cache.kv_cold_after, 0),
+            ("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1),
+            ("num_pages", cache.num_pages, 2),
+            ("kv_swap_bytes", cache.kv_swap_bytes, 0),
+            ("kv_budget", evict.kv_budget, 1),
+            ("kv_buffer", evict.kv_buffer, 1),
+            ("kv_window", evict.kv_window, 1),
+            ("kv_sink_tokens", evict.kv_sink_tokens, 0),
+            ("kv_prefill_buffer", evict.kv_prefill_buffer, 1),
+            ("kv_lag", evict.kv_lag, 0),
+            ("max_num_seqs", sched.max_num_seqs, 1),
+            ("max_num_batched_tokens", sched.max_num_batched_tokens, 1),
+            ("kv_window_slots", sched.kv_window_slots, 1),
+        ):
+            _at_least(name, value, low)
+        if not 0 < cache.kv_cold_share < 1:
+            raise InputError("kv_cold_share", f"got {cache.kv_cold_share}, must lie between 0 and 1")
+        for name, value in (("kv_buffer", evict.kv_buffer), ("kv_prefill_buffer", evict.kv_prefill_buffer)):
+            if value is not None and value % cache.page_size:
+                raise InputError(name, f"got {value}, must be a multiple of page_size ({cache.page_size})")
+        if evict.kv_prefill_buffer is not None and evict.kv_prefill_buffer % self.period:
+            got = evict.kv_prefill_buffer
+            raise InputError("kv_prefill_buffer", f"got {got}, must be a multiple of kv_buffer ({self.period})")
+        # a request must not need its next window while the one before is still being read
+        if evict.kv_eviction != "none" and evict.kv_window + evict.kv_lag > self.period:
+            raise InputError(
+                "kv_window",
+                f"kv_window + kv_lag ({evict.kv_window} + {evict.kv_lag}) must be at most kv_buffer ({self.period})",
+            )
+        if evict.kv_lag >= self.period:
+            raise InputError("kv_lag", f"got {evict.kv_lag}, must be smaller than kv_buffer ({self.period})")
+
+    @property
+    def period(self) -> int:
+        """Tokens between compactions."""
+        return self.eviction.kv_buffer or self.cache.page_size
+
+    @property
+    def window_slots(self) -> int:
+        return self.scheduler.kv_window_slots or max(4, self.scheduler.max_num_seqs // 4)
+
+    def sections(self) -> tuple:
+        return self.model, self.cache, self.eviction, self.scheduler
+
+    def options(self) -> dict[str, object]:
+        """All leaves as flat options."""
+        return {
+            leaf.name: getattr(section, leaf.name)
+            for section in self.sections()
+            for leaf in dataclasses.fields(section)
+        }
+
+    @classmethod
+    def from_options(cls, **options: object) -> "EngineConfig":
+        """Build from flat options; unknown ones are an error that lists the known."""
+        sections = {}
+        for part in dataclasses.fields(cls):
+            section = typing.cast(type, part.type)
+            names = [leaf.name for leaf in dataclasses.fields(section)]
+            sections[part.name] = section(**{name: options.pop(name) for name in names if name in options})
+        if options:
+            known = ", ".join(sorted(leaf.name for leaf in cls.leaves()))
+            raise InputError(next(iter(options)), f"unknown option; known: {known}")
+        return cls(**sections)
+
+    @classmethod
+    def leaves(cls) -> list[dataclasses.Field]:
+        """The leaf fields of all sections, for help texts and command-line flags."""
+        return [leaf for part in dataclasses.fields(cls) for leaf in dataclasses.fields(typing.cast(type, part.type))]

@@ -1,0 +1,179 @@
+"""From a configuration to a running engine: the model, the stores, the tables."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from pagefold.backends.base import Backend, KVView
+from pagefold.backends.registry import make_backend
+from pagefold.core.config import EngineConfig
+from pagefold.core.types import InputError
+from pagefold.engine.engine import Engine
+from pagefold.engine.policy import PolicyMaker
+from pagefold.kv.layout import LAYOUTS, HeadLayout
+from pagefold.kv.manager import KVGeometry, KVManager
+from pagefold.models.decoder import Decoder
+from pagefold.models.sources import resolve
+from pagefold.models.spec import ModelSpec
+from pagefold.models.tokenizer import Tokenizer
+from pagefold.models.weights import dummy_tensors, load_decoder
+from pagefold.runner.runner import ModelRunner
+from pagefold.store.format import FormatPair, parse_format
+from pagefold.store.pagestore import PageStore
+
+DEFAULT_KV_BYTES = 1 << 30
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+@dataclass
+class Loaded:
+    """A model in memory."""
+
+    decoder: Decoder
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """ "auto" is bfloat16 where the processor multiplies it natively, else float32."""
+    if name == "auto":
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if native else torch.float32
+    return DTYPES[name]
+
+
+def load_model(config: EngineConfig) -> Loaded:
+    """Find the model, read its weights (or make random ones) and its tokenizer."""
+    source = resolve(config.model.model)
+    spec = ModelSpec.from_hf(source.config())
+    dtype = choose_dtype(config.model.dtype)
+    max_len = config.model.max_model_len
+    if config.model.load_format == "dummy":
+        tensors = dummy_tensors(spec, config.model.seed, dtype)
+    else:
+        tensors = source.tensors()
+    decoder = load_decoder(spec, tensors, dtype, max_len or spec.max_model_len)
+    tokenizer = source.tokenizer() if config.model.tokenizer is None else resolve(config.model.tokenizer).tokenizer()
+    eos = tokenizer.eos_token_ids if tokenizer else spec.eos_token_ids
+    return Loaded(decoder, spec, tokenizer, tuple(eos) or spec.eos_token_ids)
+
+
+def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
+    """Everything from the options. `loaded` reuses a model that is in memory already."""
+    loaded = loaded or load_model(config)
+    spec, decoder = loaded.spec, loaded.decoder
+    max_model_len = config.model.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_model_len:
+        raise InputError("max_model_len", f"got {max_model_len}, the model's context holds {spec.max_model_len}")
+    layout = build_layout(config, spec)
+    policies = PolicyMaker(config, layout)
+    formats = build_formats(config, decoder.dtype)
+    geometry = build_geometry(config, spec, layout, formats, policies)
+    stores, host = (
+        [
+            PageStore(fmt, pages, layout.heads_per_page, config.cache.page_size, spec.head_dim, policies.state)
+            for fmt, pages in zip(formats, counts, strict=True)
+        ]
+        for counts in (geometry.num_pages, geometry.num_host_pages)
+    )
+    kv = build_view(config, spec, layout, stores, geometry, decoder, max_model_len, policies.has_window)
+    backend = build_backend(config, decoder.dtype)
+    runner = ModelRunner(decoder, backend, kv, host, spec.vocab_size)
+    manager = KVManager(geometry, config.cache.enable_prefix_caching)
+    return Engine(
+        config, runner, manager, policies, loaded.tokenizer, spec.vocab_size, max_model_len, loaded.eos_token_ids
+    )
+
+
+def build_layout(config: EngineConfig, spec: ModelSpec) -> HeadLayout:
+    try:
+        return LAYOUTS.build(config.cache.kv_layout).build(spec.num_layers, spec.num_kv_heads)
+    except (ValueError, OSError) as error:
+        raise InputError("kv_layout", str(error)) from None
+
+
+def build_formats(config: EngineConfig, dtype: torch.dtype) -> list[FormatPair]:
+    """The format of each tier. "auto" stores rows in the model's own precision."""
+    hot = FORMAT_OF[dtype] if config.cache.kv_format == "auto" else config.cache.kv_format
+    formats = []
+    for field, name in (("kv_format", hot), ("kv_cold_format", config.cache.kv_cold_format)):
+        if name is not None:
+            try:
+                formats.append(parse_format(name))
+            except ValueError as error:
+                raise InputError(field, str(error)) from None
+    return formats
+
+
+def build_backend(config: EngineConfig, dtype: torch.dtype) -> Backend:
+    return make_backend("cpu" if config.model.backend == "auto" else config.model.backend)
+
+
+def build_geometry(
+    config: EngineConfig, spec: ModelSpec, layout: HeadLayout, formats: list[FormatPair], policies: PolicyMaker
+) -> KVGeometry:
+    """Pages per tier from bytes, or as told. Page 0 of each tier is padding's."""
+    cache = config.cache
+    per_page = tuple(
+        PageStore.bytes_per_page(fmt, layout.heads_per_page, cache.page_size, spec.head_dim, policies.state)
+        for fmt in formats
+    )
+    shares = (1.0,) if len(formats) == 1 else (1 - cache.kv_cold_share, cache.kv_cold_share)
+    if cache.num_pages is not None:
+        pages = tuple(math.ceil(cache.num_pages * share / shares[0]) + 1 for share in shares)
+    else:
+        total = cache.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+        pages = tuple(int(total * share) // size for share, size in zip(shares, per_page, strict=True))
+        if min(pages) < 2:
+            need = max(math.ceil(2 * size / share) for share, size in zip(shares, per_page, strict=True))
+            raise InputError("kv_cache_memory_bytes", f"got {total}, two pages a tier take {need}")
+    host = tuple(
+        min(p, cache.kv_swap_bytes // len(per_page) // size + 1) for p, size in zip(pages, per_page, strict=True)
+    )
+    return KVGeometry(
+        num_pages=pages,
+        num_host_pages=host,
+        bytes_per_page=per_page,
+        num_groups=layout.num_groups,
+        page_size=cache.page_size,
+        max_seqs=config.scheduler.max_num_seqs,
+        window_slots=config.window_slots if policies.has_window else 0,
+    )
+
+
+def build_view(
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: HeadLayout,
+    stores: list[PageStore],
+    geometry: KVGeometry,
+    decoder: Decoder,
+    max_model_len: int,
+    has_window: bool,
+) -> KVView:
+    """The device side of the cache. Slot 0, window slot 0 and page 0 are garbage rooms."""
+    slots, groups = geometry.max_seqs + 1, geometry.num_groups
+    width = config.eviction.kv_window if has_window else 0
+    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
+    return KVView(
+        tiers=stores,
+        page_table=ints(slots, groups, math.ceil(max_model_len / geometry.page_size) + 1),
+        evicted=ints(slots, groups),
+        cold=ints(slots, groups),
+        group_of=torch.from_numpy(layout.group_of),
+        column_of=torch.from_numpy(layout.column_of),
+        members=torch.from_numpy(layout.members()),
+        window=torch.zeros(
+            spec.num_layers, geometry.window_slots + 1, width, spec.num_heads, spec.head_dim, dtype=decoder.dtype
+        ),
+        inv_freq=decoder.inv_freq,
+        page_size=geometry.page_size,
+    )

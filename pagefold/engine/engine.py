@@ -1,0 +1,222 @@
+"""The loop: requests in, steps, text out."""
+
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from pagefold.core.config import EngineConfig
+from pagefold.core.types import FinishReason, InputError, Request, SamplingParams
+from pagefold.engine.detokenize import Detokenizer
+from pagefold.engine.outputs import CompletionOutput, KVUsage, RequestOutput
+from pagefold.engine.policy import PolicyMaker
+from pagefold.engine.scheduler import Scheduler
+from pagefold.engine.sequence import Sequence
+from pagefold.kv.manager import KVManager
+from pagefold.models.tokenizer import Tokenizer
+from pagefold.runner.runner import ModelRunner
+
+
+@dataclass
+class _Choice:
+    """One continuation of a prompt: its sequence, its text, what the user has seen of it."""
+
+    seq: Sequence
+    detokenizer: Detokenizer | None
+    output: CompletionOutput
+
+
+@dataclass
+class _Served:
+    """One prompt with its continuations."""
+
+    output: RequestOutput
+    choices: list[_Choice]
+
+
+class Engine:
+    """Serves requests step by step, in one process and one thread.
+
+    A bad request is refused by `add` with an `InputError`; it touches nobody else. `abort` works at any moment.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        manager: KVManager,
+        policies: PolicyMaker,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+    ):
+        self.config = config
+        self.runner = runner
+        self.manager = manager
+        self.policies = policies
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.scheduler = Scheduler(config.scheduler, manager)
+        self._served: dict[str, _Served] = {}
+        self._owner: dict[Sequence, tuple[_Served, _Choice]] = {}
+        self._arrivals = 0
+
+    # ---- requests come and go
+
+    def add(self, request: Request, prompt_text: str | None = None) -> None:
+        """Queue a request. Raises InputError, naming the field and the limit, if it can never be served."""
+        if request.id in self._served:
+            raise InputError("request_id", f"{request.id!r} is already being served")
+        sampling = request.sampling
+        self._check_ids(request)
+        policy = self.policies.policy(sampling)
+        max_tokens = self._max_tokens(request, policy)
+        bad_ids = self._bad_words(sampling.bad_words)
+        stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
+        output = RequestOutput(request.id, prompt_text, list(request.prompt), [])
+        served = _Served(output, [])
+        for i in range(sampling.n):
+            child = request if sampling.n == 1 else replace(request, id=f"{request.id}#{i}")
+            seed = self._seed(sampling.seed, i)
+            seq = Sequence(child, policy, self._arrivals, seed, stop_ids, bad_ids, max_tokens)
+            self._arrivals += 1
+            text = None
+            if sampling.detokenize and self.tokenizer is not None:
+                text = Detokenizer(self.tokenizer, sampling, request.prompt)
+            choice = _Choice(seq, text, CompletionOutput(i))
+            served.choices.append(choice)
+            output.outputs.append(choice.output)
+            self._owner[seq] = served, choice
+            self.scheduler.add(seq)
+        self._served[request.id] = served
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request wherever it is; its pages, windows and references go back at once. Unknown ids are ignored."""
+        served = self._served.pop(request_id, None)
+        for choice in served.choices if served else ():
+            self.scheduler.finish(choice.seq, FinishReason.ABORT)
+            self._owner.pop(choice.seq, None)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # ---- one step
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step. Returns the requests that got tokens or finished, with everything they have so far."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        touched = self.scheduler.update(self.runner.execute(plan))
+        changed: dict[str, _Served] = {}
+        for seq in touched:
+            served, choice = self._owner[seq]
+            self._refresh(choice)
+            changed[served.output.request_id] = served
+            if seq.finished:
+                del self._owner[seq]
+        for request_id, served in changed.items():
+            self._refresh_request(served)
+            if served.output.finished:
+                del self._served[request_id]
+        return [served.output for served in changed.values()]
+
+    def _refresh(self, choice: _Choice) -> None:
+        """Bring a continuation's output up to date with its sequence; stop strings end it here."""
+        seq, output = choice.seq, choice.output
+        sampling = seq.request.sampling
+        new = seq.output[len(output.token_ids) :]
+        output.token_ids.extend(new)
+        if choice.detokenizer:
+            hide = seq.finish_reason is FinishReason.STOP and not sampling.include_stop_str_in_output
+            choice.detokenizer.push(new[:-1] if hide else new)
+            if choice.detokenizer.stopped is not None and not seq.finished:
+                self.scheduler.finish(seq, FinishReason.STOP, choice.detokenizer.stopped)
+            if seq.finished:
+                choice.detokenizer.finish()
+            output.text = choice.detokenizer.text
+        if sampling.logprobs is not None:
+            output.logprobs = seq.logprobs
+            output.cumulative_logprob = sum(entry.logprobs[0] for entry in seq.logprobs)
+        if seq.finished:
+            assert seq.finish_reason is not None
+            output.finish_reason, output.stop_reason = seq.finish_reason.value, seq.stop_reason
+            output.error = seq.error
+        output.kv = self._kv_usage(seq)
+
+    def _refresh_request(self, served: _Served) -> None:
+        first = served.choices[0].seq
+        output = served.output
+        output.num_cached_tokens = first.num_cached or 0
+        if first.request.sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *first.prompt_logprobs]
+        output.finished = all(choice.seq.finished for choice in served.choices)
+
+    def _kv_usage(self, seq: Sequence) -> KVUsage:
+        if seq.state is None:
+            return KVUsage(preemptions=seq.num_preemptions)
+        kv = seq.state
+        size = self.manager.geometry.bytes_per_page
+        return KVUsage(
+            tokens=kv.num_tokens,
+            rows_kept=float(kv.rows.mean()),
+            rows_evicted=float(kv.evicted.mean()),
+            compactions=int(kv.num_compactions),
+            bytes=sum(b * n for b, n in zip(size, kv.held, strict=False)),
+            peak_bytes=sum(b * n for b, n in zip(size, kv.peak_held, strict=False)),
+            preemptions=seq.num_preemptions,
+        )
+
+    # ---- what a request may ask for
+
+    def _check_ids(self, request: Request) -> None:
+        limit = f"must be in [0, {self.vocab_size})"
+        if not request.prompt:
+            raise InputError("prompt", "is empty: there must be at least one token")
+        sampling = request.sampling
+        for field, ids in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", tuple(sampling.logit_bias or ())),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ):
+            for token in ids:
+                if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                    raise InputError(field, f"token id {token!r} {limit}")
+        if (sampling.stop or sampling.bad_words) and self.tokenizer is None:
+            raise InputError("stop" if sampling.stop else "bad_words", "needs a tokenizer, and this model has none")
+
+    def _max_tokens(self, request: Request, policy) -> int:
+        """Tokens to generate: what was asked for, within the context and the pool."""
+        length, limit = len(request.prompt), self.max_model_len
+        if length >= limit and request.sampling.max_tokens != 0 or length > limit:
+            raise InputError(
+                "prompt", f"has {length} tokens; the context holds {limit}, one of them generated at least"
+            )
+        max_tokens = request.sampling.max_tokens
+        room = limit - length
+        if max_tokens is None:
+            max_tokens = room
+            if not policy.evicts:
+                max_tokens = max(1, min(room, self.manager.fits_tokens(policy) - length + 1))
+        max_tokens = min(max_tokens, room)
+        self.manager.check_fits(policy, length, length + max(max_tokens, 1) - 1)
+        return max_tokens
+
+    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it stands, and as it stands after a space: tokenisers spell the two differently."""
+        spelled = []
+        for word in words:
+            assert self.tokenizer is not None
+            for text in (word, " " + word.lstrip()):
+                ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+                if ids and ids not in spelled:
+                    spelled.append(ids)
+        return tuple(spelled)
+
+    def _seed(self, seed: int | None, index: int) -> int:
+        """63 bits from the request's seed and the continuation's index, or from the engine's seed and the arrival."""
+        parts = (self.config.model.seed, self._arrivals) if seed is None else ("user", seed, index)
+        return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1

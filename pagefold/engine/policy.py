@@ -1,0 +1,85 @@
+"""From options to the fold policy of one request: engine defaults, what the request overrides, what the engine has."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from pagefold.core.config import EngineConfig
+from pagefold.core.types import InputError, SamplingParams
+from pagefold.evict.scorer import SCORERS, Scorer
+from pagefold.kv.layout import HeadLayout
+from pagefold.kv.state import FoldPolicy
+from pagefold.store.format import Plane
+
+
+def build_scorer(spec: str, field: str = "kv_eviction") -> Scorer | None:
+    """None for "none"; a bad spec is an InputError that lists what is known."""
+    if spec == "none":
+        return None
+    try:
+        return SCORERS.build(spec)
+    except ValueError as error:
+        raise InputError(field, str(error)) from None
+
+
+class PolicyMaker:
+    """Makes the `FoldPolicy` of each request.
+
+    The engine's own scorer decides what is allocated: query windows, and the per-row state planes `state`. A request
+    may choose another scorer, or none, as long as it needs no more than that.
+    """
+
+    def __init__(self, config: EngineConfig, layout: HeadLayout):
+        self.config = config
+        self.layout = layout
+        default = build_scorer(config.eviction.kv_eviction)
+        self.has_window = default is not None and default.needs_window
+        self.state: dict[str, Plane] = dict(default.state) if default else {}
+        self._cache: dict[tuple, FoldPolicy] = {}
+        self.default = self.policy(SamplingParams())
+
+    def policy(self, sampling: SamplingParams) -> FoldPolicy:
+        """Raises InputError naming `kv_eviction` or `kv_budget` if the request asks for what cannot be had."""
+        evict = self.config.eviction
+        spec = evict.kv_eviction if sampling.kv_eviction is None else sampling.kv_eviction
+        budget = evict.kv_budget if sampling.kv_budget is None else sampling.kv_budget
+        when = evict.kv_evict_when if sampling.kv_evict_when is None else sampling.kv_evict_when
+        key = (spec, budget, when)
+        if key not in self._cache:
+            self._cache[key] = self._make(spec, budget, when)
+        return self._cache[key]
+
+    def _make(self, spec: str, budget: int, when: str) -> FoldPolicy:
+        evict, cache = self.config.eviction, self.config.cache
+        scorer = build_scorer(spec)
+        never = FoldPolicy(
+            scorer=None,
+            needs_window=False,
+            budget=np.zeros(self.layout.num_groups, np.int32),
+            period=self.config.period,
+            prefill_period=evict.kv_prefill_buffer,
+            window=evict.kv_window,
+            sink_tokens=evict.kv_sink_tokens,
+            lag=evict.kv_lag,
+            cold_after=cache.kv_cold_after if cache.kv_cold_format else None,
+        )
+        if scorer is None:
+            return never
+        protected = evict.kv_window + evict.kv_sink_tokens
+        if budget < protected + 1:
+            limit = f"more than kv_window + kv_sink_tokens ({evict.kv_window} + {evict.kv_sink_tokens})"
+            raise InputError("kv_budget", f"got {budget}, must be {limit}")
+        if scorer.needs_window and not self.has_window:
+            why = "keeps no query windows; start it with a kv_eviction that does, such as zipage"
+            raise InputError("kv_eviction", f"{spec!r} needs the queries of recent tokens, and this engine {why}")
+        missing = set(scorer.state) - set(self.state)
+        if missing:
+            why = f"has no room in its pages; start it with kv_eviction={scorer.name}"
+            raise InputError("kv_eviction", f"{spec!r} keeps {', '.join(missing)} per row, for which this engine {why}")
+        return replace(
+            never,
+            scorer=spec,
+            needs_window=scorer.needs_window,
+            budget=self.layout.budgets(budget, cache.page_size, protected),
+            under_pressure=when == "pressure",
+        )

@@ -1,0 +1,358 @@
+"""Who computes how many tokens in the next step. Integers only: this file sees `core` and `kv`, never a tensor."""
+
+from bisect import insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagefold.core.config import SchedulerConfig
+from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult, SwapOp
+from pagefold.engine.sequence import Sequence, Status
+from pagefold.kv.manager import KVManager
+
+
+@dataclass
+class Stats:
+    """Counters since the start, and the peaks that benchmarks report."""
+
+    steps: int = 0
+    preemptions: int = 0
+    swaps: int = 0
+    tokens_lost: int = 0
+    folds: int = 0
+    peak_running: int = 0
+    peak_pages: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class Scheduler:
+    """Plans steps of mixed prefill and decode: every running sequence computes what it has pending, decode first.
+
+    There are no phases: a sequence has tokens whose KV is not stored, and computes some of them. A chunk never
+    crosses the sequence's next event (the token count at which its rows are folded), so what a token sees depends on
+    its request alone, never on chunk sizes or neighbours (pressure mode apart, which says so).
+
+    A sequence stalls at its present token, and nothing else does, when it needs a query window and none is free, or
+    when its fold finds no destination pages. Sequences without a reservation are preempted, newest first, when pages
+    run out.
+    """
+
+    def __init__(self, config: SchedulerConfig, manager: KVManager):
+        self.config = config
+        self.manager = manager
+        self.waiting: list[Sequence] = []  # by priority and arrival; preempted ones come back to their old place
+        self.running: list[Sequence] = []  # in the same order
+        self.stats = Stats()
+        self._planned: list[tuple[Sequence, Chunk]] = []
+        self._swaps: list[SwapOp] = []
+        self._step = 0
+
+    # ---- requests come and go
+
+    def add(self, seq: Sequence) -> None:
+        insort(self.waiting, seq, key=lambda s: s.order)
+
+    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """Take a sequence out at any moment: it ended, was aborted or failed."""
+        if seq.finished:
+            return
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            self.manager.release(seq.kv)
+        else:
+            self.waiting.remove(seq)
+            if seq.swapped:
+                self.manager.discard(seq.swapped)
+                seq.state, seq.swapped = seq.swapped.kv, None
+        seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ---- planning
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to compute."""
+        if not self.has_work:
+            return None
+        for seq in self.running:
+            if seq.kv.ticket and seq.kv.num_tokens >= seq.kv.ticket.commit_at:
+                self.manager.commit(seq.kv)
+                self.stats.folds += 1
+        self._fold_under_pressure()
+        plan = _PlanBuilder(self.config.max_num_batched_tokens)
+        preempted = self._plan_running(plan)
+        if not preempted:
+            self._admit(plan)
+        if not plan.chunks and self.running:
+            raise RuntimeError("scheduler: no sequence can make progress; this is a bug")
+        self.stats.steps += 1
+        self.stats.peak_running = max(self.stats.peak_running, len(self.running))
+        self.stats.peak_pages = max(self.stats.peak_pages, sum(pool.num_held for pool in self.manager.pools))
+        self._planned = plan.chunks
+        self._step += 1
+        swaps, self._swaps = self._swaps, []
+        return plan.build(self._step, self.manager, swaps)
+
+    def _plan_running(self, plan: "_PlanBuilder") -> bool:
+        """Decodes first, then prefills, oldest first. True if somebody was preempted."""
+        preempted = False
+        decodes = [seq for seq in self.running if seq.num_pending == 1]
+        prefills = [seq for seq in self.running if seq.num_pending > 1]
+        for seq in decodes + prefills:
+            if plan.tokens_left == 0:
+                break
+            if seq.status is not Status.RUNNING:
+                continue  # preempted by an older one
+            while not self._plan_chunk(seq, plan):
+                victim = self._victim(seq, plan)
+                if victim is None:
+                    break
+                self.preempt(victim)
+                preempted = True
+        if not plan.chunks and self.running:
+            preempted |= self._break_deadlock(plan)
+        return preempted
+
+    def _plan_chunk(self, seq: Sequence, plan: "_PlanBuilder") -> bool:
+        """Plan as many pending tokens as may be computed now. False only if free pages are what is missing."""
+        manager, kv = self.manager, seq.kv
+        start = kv.num_tokens
+        count = min(seq.num_pending, plan.tokens_left)
+        event = kv.next_event()
+        if kv.ticket:
+            count = min(count, kv.ticket.commit_at - start)
+        if event is not None:
+            count = min(count, event - start)
+            window_from = event - kv.policy.window
+            needs_window = kv.policy.needs_window and kv.evicts_at(event)
+            if needs_window and start + count > window_from and not manager.lend_window(kv):
+                count = window_from - start  # the window's queries must be kept: wait at its first token
+        if count <= 0:
+            return True
+        if event is not None and start + count == event and not manager.can_launch(kv, event):
+            count -= 1  # wait at the last token before the event
+            if count == 0:  # folds in flight will give back more pages than they took: worth waiting for
+                return kv.reserved or any(s.kv.ticket for s in self.running)
+        if not manager.extend(kv, count):
+            return False
+        jobs: list[Job] = []
+        window_slot, window_start = kv.window_slot, 0
+        if event is not None:
+            window_start = event - kv.policy.window
+        if kv.num_tokens == event:
+            jobs = manager.launch(kv, plan.policy_index(kv.policy))
+        plan.add(seq, start, count, jobs, window_slot, window_start)
+        return True
+
+    def _victim(self, needy: Sequence, plan: "_PlanBuilder") -> Sequence | None:
+        """Who gives up its pages for `needy`: the newest that is newer than it and not in this step.
+
+        First those that evicted nothing and hold no window, then those that evicted (they are swapped).
+        """
+        newer = [s for s in self.running if s.order > needy.order and s not in plan.sequences and not s.kv.ticket]
+        plain = [s for s in newer if not s.kv.folded and not s.kv.reserved]
+        for group in (
+            [s for s in plain if not s.kv.window_slot],
+            plain,
+            [s for s in newer if s.kv.folded and self.can_preempt(s)],
+        ):
+            if group:
+                return group[-1]
+        return None
+
+    def _break_deadlock(self, plan: "_PlanBuilder") -> bool:
+        """Nobody can move: the oldest is stuck behind others that hold what it needs. Preempt from the newest."""
+        for victim in reversed(self.running[1:]):
+            if not self.can_preempt(victim):
+                continue
+            self.preempt(victim)
+            for seq in list(self.running):
+                if seq is not victim:
+                    self._plan_chunk(seq, plan)
+            if plan.chunks:
+                return True
+        return False
+
+    def can_preempt(self, seq: Sequence) -> bool:
+        """A fold in flight must become visible first; folded rows need a place in host memory, and no window."""
+        kv = seq.kv
+        if kv.ticket or not kv.folded:
+            return kv.ticket is None
+        pools = self.manager.host_pools
+        return not kv.window_slot and all(kv.held[tier] <= pool.num_free for tier, pool in enumerate(pools))
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence that `can_preempt` out of the batch, between steps.
+
+        Nothing that was generated is lost: what evicted nothing is recomputed, unless swapping is preferred; what
+        evicted is swapped, for recomputing it would keep other rows.
+        """
+        kv = seq.kv
+        self.running.remove(seq)
+        swapped = None
+        if kv.folded or (self.config.preemption == "swap" and not kv.window_slot):
+            swapped = self.manager.swap_out(kv)
+            assert swapped or not kv.folded, "a folded sequence can only be swapped"
+        if swapped:
+            seq.swapped, ops = swapped
+            self._swaps.extend(ops)
+            seq.status = Status.SWAPPED
+            self.stats.swaps += 1
+        else:
+            self.stats.tokens_lost += kv.num_tokens
+            self.manager.release(kv)
+            seq.state, seq.status = None, Status.WAITING
+            if len(seq.prompt_logprobs) < seq.prompt_len - 1:
+                seq.prompt_logprobs = []
+        seq.num_preemptions += 1
+        self.stats.preemptions += 1
+        self.add(seq)
+
+    def _admit(self, plan: "_PlanBuilder") -> None:
+        """First come, first served within a priority; the head of the queue is never overtaken."""
+        config, manager = self.config, self.manager
+        while self.waiting and len(self.running) < config.max_num_seqs and plan.tokens_left:
+            seq = self.waiting[0]
+            # each running sequence without a reservation should be able to open one more page
+            margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
+            if seq.swapped:
+                ops = manager.swap_in(seq.swapped, margin)
+                if ops is None:
+                    return
+                self._swaps.extend(ops)
+                manager.discard(seq.swapped)
+                seq.state, seq.swapped = seq.swapped.kv, None
+            else:
+                salt = None if seq.request.sampling.prompt_logprobs is not None else seq.request.cache_salt
+                seq.state = manager.admit(seq.policy, seq.tokens, seq.prompt_len, seq.last, salt, margin)
+                if seq.state is None:
+                    return
+                if seq.num_cached is None:  # what a resumed request finds of its own is not a hit
+                    seq.num_cached = seq.kv.num_cached
+                    self.stats.prefix_queries += seq.prompt_len
+                    self.stats.prefix_hits += seq.kv.num_cached
+            self.waiting.pop(0)
+            seq.status = Status.RUNNING
+            insort(self.running, seq, key=lambda s: s.order)
+            self._plan_chunk(seq, plan)
+
+    def _fold_under_pressure(self) -> None:
+        """Pages run short: ask the longest requests in pressure mode to fold, until what they will free is enough."""
+        manager = self.manager
+        free_riders = [s.kv for s in self.running if not s.kv.reserved]
+        waiting = [kv for kv in free_riders if kv.policy.under_pressure and kv.fold_from is None]
+        if not waiting:
+            return
+        size = manager.geometry.page_size
+        reach = max(-(-(kv.policy.window + kv.policy.period) // size) for kv in waiting)
+        want = sum(kv.num_groups for kv in free_riders) * reach
+        if self.waiting:
+            want += -(-len(self.waiting[0].tokens) // size) * manager.geometry.num_groups
+        surplus = lambda kv: int((kv.num_pages - (kv.policy.budget + kv.policy.period) // size).clip(0).sum())  # noqa: E731
+        coming = sum(surplus(kv) for kv in free_riders if kv.fold_from is not None)
+        for kv in sorted(waiting, key=lambda kv: kv.num_tokens, reverse=True):
+            if manager.room() + coming >= want or surplus(kv) <= 0:
+                return
+            manager.start_folding(kv)
+            coming += surplus(kv)
+
+    # ---- results
+
+    def update(self, result: StepResult) -> list[Sequence]:
+        """Take in a step's tokens. Returns the sequences that got one or finished."""
+        touched, ids, logprobs = [], iter(result.ids), iter(result.logprobs)
+        for i, (seq, chunk) in enumerate(self._planned):
+            new = next(ids) if chunk.num_logits else None
+            logprob = next(logprobs) if chunk.num_logits else None
+            if seq.finished:
+                continue  # aborted while the step ran
+            self.manager.index(seq.kv, seq.tokens)
+            seq.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
+            if chunk.start + chunk.num_tokens < len(seq.tokens):
+                continue
+            touched.append(seq)
+            if seq.max_tokens == 0:
+                self.finish(seq, FinishReason.LENGTH)
+            elif new is None:
+                seq.error = "the model's logits were not finite"
+                self.finish(seq, FinishReason.ABORT)
+            else:
+                self._append(seq, new)
+                if logprob is not None:
+                    seq.logprobs.append(logprob)
+        self._planned = []
+        return touched
+
+    def _append(self, seq: Sequence, token: int) -> None:
+        seq.tokens.append(token)
+        seq.output.append(token)
+        count = len(seq.output)
+        if token in seq.stop_ids and count >= seq.request.sampling.min_tokens:
+            self.finish(seq, FinishReason.STOP, token if token in seq.request.sampling.stop_token_ids else None)
+        elif count >= seq.max_tokens:
+            self.finish(seq, FinishReason.LENGTH)
+
+
+class _PlanBuilder:
+    """A step in the making."""
+
+    def __init__(self, max_tokens: int):
+        self.tokens_left = max_tokens
+        self.chunks: list[tuple[Sequence, Chunk]] = []
+        self.sequences: set[Sequence] = set()
+        self.jobs: list[Job] = []
+        self.policies: list[ScorePolicy] = []
+
+    def policy_index(self, policy) -> int:
+        score = ScorePolicy(policy.scorer or "none", policy.sink_tokens, policy.window)
+        if score not in self.policies:
+            self.policies.append(score)
+        return self.policies.index(score)
+
+    def add(self, seq: Sequence, start: int, count: int, jobs: list[Job], window_slot: int, window_start: int) -> None:
+        sampling, end = seq.request.sampling, start + count
+        wants_prompt = sampling.prompt_logprobs is not None and start < seq.prompt_len - 1
+        num_logits = count if wants_prompt else int(end == len(seq.tokens))
+        self.chunks.append((seq, Chunk(seq.kv.slot, start, count, num_logits, window_slot, window_start)))
+        self.sequences.add(seq)
+        self.jobs.extend(jobs)
+        self.tokens_left -= count
+
+    def build(self, step: int, manager: KVManager, swaps: list[SwapOp]) -> StepPlan:
+        tokens = [seq.tokens[c.start : c.start + c.num_tokens] for seq, c in self.chunks]
+        return StepPlan(
+            step=step,
+            edits=manager.drain_edits(),
+            swaps=swaps,
+            chunks=[chunk for _, chunk in self.chunks],
+            tokens=np.array([t for part in tokens for t in part], np.int32),
+            samples=[self._sample_spec(seq, c) for seq, c in self.chunks if c.num_logits],
+            prompt_targets={i: t for i, (seq, c) in enumerate(self.chunks) if (t := self._prompt_targets(seq, c))},
+            jobs=self.jobs,
+            policies=self.policies,
+        )
+
+    @staticmethod
+    def _prompt_targets(seq: Sequence, chunk: Chunk) -> tuple[list[int], int] | None:
+        k = seq.request.sampling.prompt_logprobs
+        if k is None or len(seq.prompt_logprobs) >= seq.prompt_len - 1:
+            return None
+        targets = seq.tokens[chunk.start + 1 : min(chunk.start + chunk.num_tokens + 1, seq.prompt_len)]
+        return (targets, k) if targets else None
+
+    @staticmethod
+    def _sample_spec(seq: Sequence, chunk: Chunk) -> SampleSpec | None:
+        if chunk.start + chunk.num_tokens < len(seq.tokens) or seq.max_tokens == 0:
+            return None
+        return SampleSpec(
+            params=seq.request.sampling,
+            seed=seq.seed,
+            position=len(seq.tokens),
+            prompt=seq.request.prompt,
+            output=seq.output,
+            stop_ids=seq.stop_ids,
+            bad_ids=seq.bad_ids,
+        )

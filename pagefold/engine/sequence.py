@@ -1,0 +1,82 @@
+"""One request being served."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pagefold.core.types import FinishReason, Request, TokenLogprobs
+from pagefold.kv.manager import Swapped
+from pagefold.kv.state import FoldPolicy, KVState
+
+
+class Status(Enum):
+    WAITING = auto()  # holds nothing; its tokens, if any were generated, will be recomputed
+    SWAPPED = auto()  # its pages wait in host memory
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request with its tokens so far and its place in KV memory.
+
+    arrival      order of arrival, breaks ties of priority
+    seed         fixes the draws, with the position
+    stop_ids     ids that end it (EOS ids unless ignored, and stop_token_ids)
+    bad_ids      bad words as id sequences
+    max_tokens   tokens to generate, within what the context and the pool allow
+    tokens       prompt and generated tokens
+    state        its rows, while it runs; what became of them, once it is finished
+    num_cached   tokens taken from the prefix cache when it first ran
+    error        why it was aborted, if it failed
+    """
+
+    request: Request
+    policy: FoldPolicy
+    arrival: int
+    seed: int
+    stop_ids: frozenset[int]
+    bad_ids: tuple[tuple[int, ...], ...]
+    max_tokens: int
+    tokens: list[int] = field(init=False)
+    output: list[int] = field(default_factory=list)
+    status: Status = Status.WAITING
+    state: KVState | None = None
+    swapped: Swapped | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached: int | None = None
+    num_preemptions: int = 0
+    error: str | None = None
+
+    def __post_init__(self):
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def last(self) -> int:
+        """Number of tokens that are ever stored (the last one drawn is not)."""
+        return self.prompt_len + max(self.max_tokens, 1) - 1
+
+    @property
+    def kv(self) -> KVState:
+        """The rows of a sequence that has, or had, a place in KV memory."""
+        assert self.state is not None, f"request {self.request.id} holds no KV"
+        return self.state
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is not stored yet: the only measure of progress."""
+        return len(self.tokens) - (self.state.num_tokens if self.state else 0)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.request.priority, self.arrival
+
+    @property
+    def finished(self) -> bool:
+        return self.status is Status.FINISHED

@@ -1,0 +1,97 @@
+"""What is worth keeping: the contract of a scorer, and what it may look at."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from pagefold.core.registry import Registry
+from pagefold.store.format import Plane
+
+SCORERS = Registry("scorer", "pagefold.evict.scorers")
+
+
+class RowSource(Protocol):
+    """Lazy access to the rows under judgement; a backend answers, so a scorer never sees pages or formats.
+
+    J jobs, C heads (columns) each, N source rows (padded to the longest job), D channels.
+    """
+
+    def attention(self, across: str = "max") -> Tensor:
+        """Window attention float32[J, C, N]: softmax per query head over all rows, max (or mean) over the query heads
+        of the KV head, mean over the window. Needs `needs_window`."""
+        ...
+
+    def queries(self) -> Tensor:
+        """The window's queries, oldest first, post-RoPE: float32[J, C, w, R, D], R query heads per KV head."""
+        ...
+
+    def keys(self) -> Tensor:
+        """float32[J, C, N, D], post-RoPE."""
+        ...
+
+    def values(self) -> Tensor:
+        """float32[J, C, N, D]."""
+        ...
+
+    def state(self, name: str) -> Tensor:
+        """The scorer's own per-row memory, float32[J, C, N, width]."""
+        ...
+
+
+@dataclass
+class ScoreContext:
+    """One batch of compactions, as a scorer sees it.
+
+    rows          access to keys, values, attention and state
+    num_src       int64[J]      source rows of each job; rows beyond are padding
+    num_rows      int64[J]      rows of the head in all: the source rows and those of an open last page
+    num_tokens    int64[J]      tokens of the sequence; the window's last query is at position num_tokens - 1
+    first         bool[J]       this is the request's first compaction
+    layers        int64[J, C]   layer of each column
+    heads         int64[J, C]   KV head of each column
+    inv_freq      float[rotary_dim / 2]   RoPE frequencies
+    scale         float         softmax scale of the model's attention
+    sink_tokens   leading rows that selection protects
+    window        trailing rows that selection protects
+    new_state     {state name: float32[J, C, N, width]}: what a scorer puts here travels with the kept rows
+    """
+
+    rows: RowSource
+    num_src: Tensor
+    num_rows: Tensor
+    num_tokens: Tensor
+    first: Tensor
+    layers: Tensor
+    heads: Tensor
+    inv_freq: Tensor
+    scale: float
+    sink_tokens: int
+    window: int
+    new_state: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def max_src(self) -> int:
+        return int(self.num_src.max())
+
+    @property
+    def valid(self) -> Tensor:
+        """bool[J, 1, N]: False on padding."""
+        return (torch.arange(self.max_src, device=self.num_src.device) < self.num_src[:, None])[:, None]
+
+
+class Scorer(Protocol):
+    """Ranks rows; higher is kept. A plug-in is a frozen dataclass of options, so it holds no state between calls.
+
+    needs_window   the queries of the last `window` tokens must have been stored (`rows.attention`, `rows.queries`)
+    state          per-row planes the scorer keeps in the pages
+    """
+
+    name: ClassVar[str]
+    needs_window: ClassVar[bool]
+    state: ClassVar[dict[str, Plane]]
+
+    def score(self, ctx: ScoreContext) -> Tensor:
+        """float32[J, C, N], higher = keep. Values on padding do not matter."""
+        ...

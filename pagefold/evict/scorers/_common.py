@@ -1,0 +1,32 @@
+"""Small tools that several scorers share. Tensors are padded: `valid` (bool[J, 1, N]) is False on padding."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pagefold.core.types import InputError
+
+
+def require(ok: bool, option: str, value: object, limit: str) -> None:
+    """Raise InputError for `option` unless `ok`."""
+    if not ok:
+        raise InputError(option, f"got {value!r}, must be {limit}")
+
+
+def require_kernel(kernel: int) -> None:
+    require(kernel >= 1 and kernel % 2 == 1, "kernel", kernel, "an odd integer >= 1")
+
+
+def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
+    """Every row's score becomes the best among its `kernel` nearest rows, itself included. float[J, C, N]."""
+    return F.max_pool1d(scores.masked_fill(~valid, -torch.inf), kernel, stride=1, padding=kernel // 2)
+
+
+def softmax_rows(logits: Tensor, valid: Tensor) -> Tensor:
+    """Softmax over the source rows, 0 on padding. float[J, C, N]."""
+    return logits.masked_fill(~valid, -torch.inf).softmax(-1)
+
+
+def unit_rows(rows: Tensor, valid: Tensor) -> Tensor:
+    """Rows scaled to length 1, all zeros on padding. float[J, C, N, D]."""
+    return F.normalize(rows, dim=-1, eps=1e-6).masked_fill(~valid[..., None], 0.0)

@@ -1,0 +1,119 @@
+"""Keep what the last queries look at or looked at, and of rows that say the same the newest."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pagefold.evict.scorer import SCORERS, ScoreContext
+from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows, unit_rows
+from pagefold.store.format import Plane
+
+POOLS = ("none", "once", "always")
+REDUNDANCIES = ("none", "lightning", "full")
+CPU_TILE, DEVICE_TILE = 1 << 17, 1 << 24  # cosines held at a time: what a cache holds, what fills an accelerator
+
+
+@SCORERS.add
+class Zipage:
+    """Window attention with a memory, minus redundancy (Zipage, arXiv 2603.08743).
+
+    The memory comes from G-KV, the redundancy from R-KV.
+
+        S    window attention: softmax per query head, max over the KV head's query heads, mean over the window
+        S'   max(S, alpha * F), F being the row's S' at the compaction before; S at a request's first compaction
+        R    softmax over the source rows of their crowding (see `crowding`), divided by tau and the rows compared
+        Z    lam * S' - (1 - lam) * R, or S' without redundancy; S' is max-pooled first where `pool` says so
+
+    lam, tau, alpha   weights as above; alpha=0 turns the memory off
+    pool              "none", "once" (at the first compaction of a request) or "always"
+    kernel            rows a pooling step looks at, odd
+    redundancy        "none", "lightning" (rows are compared inside blocks) or "full" (all pairs)
+    threshold         cosine above which two rows are similar; above 1 none are
+    block             consecutive source rows that lightning compares
+    """
+
+    name: ClassVar[str] = "zipage"
+    needs_window: ClassVar[bool] = True
+    state: ClassVar[dict[str, Plane]] = {"global_score": Plane(torch.float32, 1)}
+
+    lam: float = 0.2
+    tau: float = 0.4
+    alpha: float = 0.8
+    pool: str = "once"
+    kernel: int = 5
+    redundancy: str = "lightning"
+    threshold: float = 0.5
+    block: int = 256
+
+    def __post_init__(self):
+        require(0 <= self.lam <= 1, "lam", self.lam, "a number in [0, 1]")
+        require(self.tau > 0, "tau", self.tau, "a number > 0")
+        require(0 <= self.alpha <= 1, "alpha", self.alpha, "a number in [0, 1]")
+        require(self.pool in POOLS, "pool", self.pool, f"one of {', '.join(POOLS)}")
+        require_kernel(self.kernel)
+        require(self.redundancy in REDUNDANCIES, "redundancy", self.redundancy, f"one of {', '.join(REDUNDANCIES)}")
+        require(self.threshold >= 0, "threshold", self.threshold, "a number >= 0")
+        require(self.block >= 1, "block", self.block, "an integer >= 1")
+
+    def score(self, ctx: ScoreContext) -> Tensor:
+        scores = self._remember(ctx, ctx.rows.attention("max"))
+        if self.pool != "none":
+            pooled = max_pool_rows(scores, ctx.valid, self.kernel)
+            scores = pooled if self.pool == "always" else torch.where(ctx.first[:, None, None], pooled, scores)
+        if self.redundancy == "none":
+            return scores
+        return self.lam * scores - (1 - self.lam) * self._redundancy(ctx)
+
+    def _remember(self, ctx: ScoreContext, attention: Tensor) -> Tensor:
+        """S -> S', which becomes the F of the rows that are kept: before pooling, and only in their new pages.
+
+        The paper keeps a stale F out of the newest block; here rows appended since the last compaction hold F = 0,
+        because appending a row clears its state, so the maximum is S for them by itself.
+        """
+        if self.alpha == 0:
+            return attention
+        past = (self.alpha * ctx.rows.state("global_score")[..., 0]).masked_fill(ctx.first[:, None, None], 0.0)
+        scores = torch.maximum(attention, past)
+        ctx.new_state["global_score"] = scores.float()[..., None]
+        return scores
+
+    def _redundancy(self, ctx: ScoreContext) -> Tensor:
+        """R: float[J, C, N], sums to 1 over a job's source rows, 0 on padding."""
+        keys = unit_rows(ctx.rows.keys(), ctx.valid)
+        num_rows = keys.shape[2]
+        if self.redundancy == "full":
+            block, compared = num_rows, ctx.num_src[:, None, None]
+        else:
+            # A block longer than all the rows is cut to them, but still divides by its nominal length.
+            block, compared = min(self.block, num_rows), self.block
+        keys = F.pad(keys, (0, 0, 0, -num_rows % block))
+        blocks = keys.reshape(-1, block, keys.shape[-1])
+        tile_elements = CPU_TILE if keys.device.type == "cpu" else DEVICE_TILE
+        crowded = crowding(blocks, self.threshold, tile_elements).view(*keys.shape[:3])[..., :num_rows]
+        return softmax_rows(crowded / (self.tau * compared), ctx.valid)
+
+
+def crowding(keys: Tensor, threshold: float, tile_elements: int) -> Tensor:
+    """How much each row repeats the others of its block: the sum of its cosines with them.
+
+    keys float[M, b, D] of length 1, all zeros on padding -> float[M, b].
+
+    For each row, the newest other row more similar to it than `threshold` (>= 0) does not count that cosine: of rows
+    that repeat each other the newest looks least redundant. Three identical keys give (2, 1, 0).
+    About `tile_elements` cosines are held at a time, at least one column of a block.
+    """
+    num_blocks, block, _ = keys.shape
+    out = keys.new_zeros(num_blocks, block)
+    place = torch.arange(1, block + 1, dtype=torch.int32, device=keys.device)[:, None]
+    some = max(1, tile_elements // (block * block))
+    wide = max(1, min(block, tile_elements // block))
+    for first in range(0, num_blocks, some):
+        rows = keys[first : first + some]
+        for start in range(0, block, wide):
+            cosines = rows @ rows[:, start : start + wide].mT
+            cosines.diagonal(-start, 1, 2).zero_()
+            newest = ((cosines > threshold) * place).amax(1, keepdim=True)  # 0 where a column has no similar row
+            out[first : first + some] += cosines.masked_fill_(newest == place, 0.0).sum(-1)
+    return out

@@ -1,0 +1,460 @@
+"""The scheduler's only door to KV memory: admission by reservation, growth, folding, prefix hits, swap."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagefold.core.types import InputError, Job, SwapOp, TableEdits
+from pagefold.kv.pool import PagePool
+from pagefold.kv.prefix import PrefixCache
+from pagefold.kv.state import COLD, HOT, Fold, FoldPolicy, KVState, Ticket
+from pagefold.kv.table import TableJournal
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """Sizes that follow from the configuration and the model.
+
+    num_pages        pages per tier, page 0 included (one tier, or hot and cold)
+    num_host_pages   pages per tier of the host store that preempted requests are swapped to
+    bytes_per_page   per tier
+    num_groups       page-table rows per sequence
+    page_size        rows per page
+    max_seqs         sequences that run at once
+    window_slots     query windows to lend
+    """
+
+    num_pages: tuple[int, ...]
+    num_host_pages: tuple[int, ...]
+    bytes_per_page: tuple[int, ...]
+    num_groups: int
+    page_size: int
+    max_seqs: int
+    window_slots: int
+
+
+@dataclass
+class Swapped:
+    """Where a preempted sequence's pages wait in host memory, and what it takes to bring them back."""
+
+    kv: KVState
+    host_pages: list[np.ndarray]
+
+
+class KVManager:
+    """Decides in integers who holds which pages; the bytes are moved later, by the worker that gets the plan.
+
+    Memory rules:
+
+    * A *reserved* sequence (one that evicts at fixed token counts) was promised its peak at admission, so it never
+      waits for pages to grow. `headroom` is what is still promised and not yet taken.
+    * A compaction writes fresh pages before it gives the old ones back. `spare` pages are kept for that; a
+      sequence whose compaction finds none waits at that token.
+    * The others take what is left, and are preempted when nothing is.
+    """
+
+    def __init__(self, geometry: KVGeometry, prefix_caching: bool = True):
+        self.geometry = geometry
+        self.pools = [PagePool(n) for n in geometry.num_pages]
+        self.host_pools = [PagePool(n) for n in geometry.num_host_pages]
+        self.prefix = PrefixCache(self.pools[HOT], geometry.page_size) if prefix_caching else None
+        self.journal = TableJournal()
+        self.live: list[KVState] = []
+        self._slots = list(range(geometry.max_seqs, 0, -1))  # slot 0 is the garbage room of padding
+        self._windows = list(range(geometry.window_slots, 0, -1))
+
+    # ---- what fits
+
+    @property
+    def num_tiers(self) -> int:
+        return len(self.pools)
+
+    def peak_pages(self, policy: FoldPolicy, prompt_len: int, last: int) -> list[int]:
+        """Most pages per tier that a sequence ever holds between compactions (their destinations not counted).
+
+        Rows of a head stay within budget + period + lag, or the prompt's length (to the next event, and lag) before the
+        first fold is visible.
+        """
+        size = self.geometry.page_size
+        pages = lambda rows: np.minimum(-(-np.asarray(rows) // size), math.ceil(last / size))  # noqa: E731
+        budget = policy.budget
+        if not policy.evicts:
+            hot = last if policy.cold_after is None else max(prompt_len, policy.cold_after + policy.period + size)
+            cold = 0 if policy.cold_after is None else max(0, last - policy.cold_after)
+            return [int(pages([hot] * len(budget)).sum()), int(pages([cold] * len(budget)).sum())]
+        decode = budget + policy.period + policy.lag
+        if policy.cold_after is not None:
+            decode = np.minimum(budget, policy.cold_after + size) + policy.period + policy.lag
+        prompt = np.full_like(budget, -(-prompt_len // policy.period) * policy.period)
+        if policy.prefill_period:
+            prompt = np.minimum(prompt, budget + policy.prefill_period)
+        cold = 0 if policy.cold_after is None else int(pages(budget).sum())
+        return [int(pages(np.maximum(decode, prompt + policy.lag)).sum()), cold]
+
+    def _copy_pages(self, policy: FoldPolicy) -> list[int]:
+        """Destination pages per tier of one whole compaction."""
+        need = [0, 0]
+        if policy.evicts:
+            need[HOT if policy.cold_after is None else COLD] = int((policy.budget // self.geometry.page_size).sum())
+        return need
+
+    def check_fits(self, policy: FoldPolicy, prompt_len: int, last: int) -> None:
+        """Refuse a request that could never run, saying the largest that could.
+
+        Raises InputError naming `prompt` or `max_tokens`.
+        """
+        copies = self._copy_pages(policy)
+        for tier in range(self.num_tiers):
+            room = self.pools[tier].num_pages - 1 - copies[tier]
+            need = self.peak_pages(policy, prompt_len, last)[tier]
+            if need <= room:
+                continue
+            geometry = self.geometry
+            if policy.evicts and self.peak_pages(policy, 0, last)[tier] > room:
+                facts = f"{need + copies[tier]} pages while folding, {self.pools[tier].num_pages - 1} in the pool"
+                raise InputError("kv_budget", f"got {int(policy.budget.mean())} rows a head, needs {facts}")
+            per_row = geometry.bytes_per_page[tier] // geometry.page_size
+            most = max(0, room // geometry.num_groups * geometry.page_size)
+            facts = (
+                f"{need + copies[tier]} pages needed, {self.pools[tier].num_pages - 1} in the pool "
+                f"({geometry.page_size} rows a page, {per_row} bytes a row and group)"
+            )
+            if self.peak_pages(policy, prompt_len, prompt_len + 1)[tier] > room:
+                limit = f"got {prompt_len} tokens, the largest that fits is {max(0, most - 1)}"
+                raise InputError("prompt", f"{limit}: {facts}")
+            raise InputError("max_tokens", f"got {last - prompt_len + 1}, at most {most - prompt_len + 1} fit: {facts}")
+
+    def fits_tokens(self, policy: FoldPolicy) -> int:
+        """Tokens of the longest never-evicting sequence that the pool holds."""
+        return (self.pools[HOT].num_pages - 1) // self.geometry.num_groups * self.geometry.page_size
+
+    def _spare(self, extra: KVState | None = None) -> list[int]:
+        """Pages kept per tier for compactions in flight: enough for the expected number at once and one more."""
+        folding = [kv for kv in [*self.live, *([extra] if extra else [])] if kv.policy.evicts]
+        spare = [0, 0]
+        if folding:
+            jobs = 1 + math.ceil(1.5 * sum((kv.policy.lag + 1) / kv.policy.period for kv in folding))
+            jobs = min(jobs, len(folding))
+            for tier in range(self.num_tiers):
+                spare[tier] = jobs * max(self._copy_pages(kv.policy)[tier] for kv in folding)
+        return spare
+
+    @staticmethod
+    def _in_flight_of(kv: KVState) -> list[int]:
+        flying = [0, 0]
+        for fold in kv.ticket.folds if kv.ticket else ():
+            flying[fold.dst_tier] += len(fold.dst)
+        return flying
+
+    def _in_flight(self) -> list[int]:
+        """Destination pages per tier of the folds that are launched and not yet visible."""
+        each = [self._in_flight_of(kv) for kv in self.live]
+        return [sum(flying[tier] for flying in each) for tier in (HOT, COLD)]
+
+    def _headroom(self, tier: int) -> int:
+        """Pages promised to reserved sequences and not yet taken.
+
+        Cold pages are only ever taken by folds, so those in flight count as taken.
+        """
+        flying = self._in_flight_of if tier == COLD else lambda kv: [0, 0]
+        return sum(max(0, kv.reserve[tier] - kv.held[tier] - flying(kv)[tier]) for kv in self.live if kv.reserved)
+
+    def room(self, tier: int = HOT) -> int:
+        """Pages that a sequence without a reservation may take now."""
+        pool = self.pools[tier]
+        spare = max(0, self._spare()[tier] - self._in_flight()[tier])
+        return pool.num_available - self._headroom(tier) - pool.surplus - spare
+
+    def _take(self, tier: int, count: int, reserved: bool) -> np.ndarray:
+        pool = self.pools[tier]
+        if tier == HOT and self.prefix is not None and pool.num_free < count:
+            self.prefix.make_room(count)
+        return pool.take(count, reserved)
+
+    # ---- life of a sequence
+
+    def admit(
+        self, policy: FoldPolicy, tokens: list[int], prompt_len: int, last: int, salt: str | None, margin: int = 0
+    ) -> KVState | None:
+        """Give a sequence a slot, the pages of its longest cached prefix, and, if it evicts, its reservation.
+
+        salt     None: no prefix hits (every token must be computed)
+        margin   pages that must stay free beside what the sequence's tokens need
+        Returns None, and changes nothing, if there is no room now.
+        """
+        if not self._slots:
+            return None
+        pool, groups, size = self.pools[HOT], self.geometry.num_groups, self.geometry.page_size
+        kv = KVState(policy, size, prompt_len, last, 0, None if policy.under_pressure else 0)
+        hits, key = np.empty((0, groups), np.int32), b""
+        if self.prefix is not None and salt is not None:
+            key = self.prefix.root(salt)
+            event = kv.next_event()
+            computed = max(1, policy.window if policy.needs_window else 1)  # tokens before the event that must be
+            limit = len(tokens) - 1 if event is None else min(len(tokens) - 1, event - computed)
+            hits, key = self.prefix.match(salt, tokens, limit)
+        hit_pages = hits.ravel()
+        idle = int((pool.refs[hit_pages] == 0).sum())
+        if policy.evicts and not policy.under_pressure:
+            kv.reserved, kv.reserve = True, self.peak_pages(policy, prompt_len, last)
+            spare, flying = self._spare(kv), self._in_flight()
+            for tier, other in enumerate(self.pools):
+                keep = self._headroom(tier) + other.surplus + max(0, spare[tier] - flying[tier])
+                if other.num_available - keep < kv.reserve[tier]:
+                    return None
+        else:
+            # a hit on a page that only a reserved sequence holds will not come back when that one folds
+            shared = int(pool.reserved[hit_pages][pool.refs[hit_pages] == 1].sum())
+            fresh = -(-len(tokens) // size) * groups - len(hit_pages)
+            if self.room() - margin < fresh + idle + shared:
+                return None
+        kv.slot = self._slots.pop()
+        kv.index_key = key
+        if len(hits):
+            pool.hold(hit_pages, kv.reserved)
+            kv.append_pages(hits.T.copy())
+            kv.num_tokens = kv.num_cached = len(hits) * size
+            kv.num_indexed = len(hits)
+            self.prefix.touch(key)  # type: ignore[union-attr]
+        if not kv.index_key:
+            kv.num_indexed = -1
+        self.live.append(kv)
+        self.journal.whole(kv)
+        return kv
+
+    def extend(self, kv: KVState, num_tokens: int) -> bool:
+        """Pages for `num_tokens` more tokens. False, and nothing changed, if there is no room."""
+        count = kv.new_pages(num_tokens)
+        need = count * kv.num_groups
+        if need and not kv.reserved and self.room() < need:
+            return False
+        if need:
+            pages = self._take(HOT, need, kv.reserved).reshape(kv.num_groups, count)
+            first = kv.append_pages(pages)
+            self.journal.pages(kv.slot, np.arange(kv.num_groups), first, pages)
+        kv.num_tokens += num_tokens
+        return True
+
+    def can_launch(self, kv: KVState, at: int) -> bool:
+        """Whether the destination pages of the folds due at token count `at` can be had now."""
+        need = [0, 0]
+        for _, _, _, count in kv.due_folds(at):
+            need[self._fold_tier(kv)] += count
+        grow = kv.new_pages(at - kv.num_tokens) * kv.num_groups
+        for tier, pool in enumerate(self.pools):
+            room = pool.num_available - self._headroom(tier) - pool.surplus
+            if kv.reserved:
+                # pages it grows by, and cold pages that cooling fills up to the promise, are its own already
+                room += max(0, kv.reserve[tier] - kv.held[tier]) if tier == COLD else 0
+            elif tier == HOT:
+                room -= grow
+            if need[tier] > room:
+                return False
+        return True
+
+    def _fold_tier(self, kv: KVState) -> int:
+        return HOT if kv.policy.cold_after is None else COLD
+
+    def launch(self, kv: KVState, policy_index: int) -> list[Job]:
+        """Fold at the present token count, an event: take the destination pages and describe the jobs.
+
+        The old pages stay readable until `commit`. The lent window goes with the ticket.
+        """
+        at, policy, tier = kv.num_tokens, kv.policy, self._fold_tier(kv)
+        jobs, folds = [], []
+        for group, first, num_src, num_dst in kv.due_folds(at):
+            dst = self._take(tier, num_dst, kv.reserved)
+            src = kv.pages[group, first : first + num_src].copy()
+            folds.append(Fold(group, first, src, dst, tier))
+            jobs.append(
+                Job(
+                    slot=kv.slot,
+                    group=group,
+                    first_page=first,
+                    num_src_pages=num_src,
+                    num_rows=int(kv.rows[group]),
+                    num_tokens=at,
+                    keep_rows=num_dst * kv.page_size,
+                    dst_pages=tuple(dst.tolist()),
+                    dst_tier=tier,
+                    window_slot=kv.window_slot,
+                    policy=policy_index,
+                )
+            )
+        lag = policy.lag if at >= kv.prompt_len else 0
+        kv.ticket = Ticket(at + lag, folds, kv.window_slot)
+        kv.window_slot = 0
+        return jobs
+
+    def commit(self, kv: KVState) -> None:
+        """The folds in flight become visible; the old pages go back.
+
+        pages of one group, while a fold is in flight
+          [0, first)          untouched (cold pages, when cooling)
+          [first, first + S)  source: full pages at launch, read-only until now, given back now
+          [first + S, end)    tail: appended since launch; its first page is page-aligned by construction
+        """
+        ticket, size = kv.ticket, kv.page_size
+        assert ticket is not None
+        for fold in ticket.folds:
+            g, first, src, dst = fold.group, fold.first, fold.src, fold.dst
+            end = int(kv.num_pages[g])
+            cold = int(kv.cold[g])
+            rest = kv.pages[g, first + len(src) : end].copy()
+            kv.pages[g, first : first + len(dst)] = dst
+            kv.pages[g, first + len(dst) : first + len(dst) + len(rest)] = rest
+            kv.num_pages[g] = first + len(dst) + len(rest)
+            kv.evicted[g] += (len(src) - len(dst)) * size
+            kv.num_compactions += len(dst) < len(src)
+            num_cold = min(max(cold - first, 0), len(src))
+            if fold.dst_tier == COLD:
+                kv.cold[g] = first + len(dst)
+            self._drop(COLD, src[:num_cold], kv.reserved)
+            self._drop(HOT, src[num_cold:], kv.reserved)
+            self.journal.pages(kv.slot, np.array([g]), np.array([first]), kv.pages[g : g + 1, first : kv.num_pages[g]])
+        self._return_window(ticket.window_slot)
+        self.journal.lengths(kv)
+        kv.count_held()
+        kv.ticket = None
+        kv.num_indexed = -1
+        if kv.reserved and kv.num_tokens >= kv.prompt_len:
+            kv.reserve = self.peak_pages(kv.policy, 0, kv.last)  # the prompt's peak is behind it
+        elif kv.policy.evicts and not kv.reserved and kv.evicted.any():
+            self._try_reserve(kv)
+
+    def _try_reserve(self, kv: KVState) -> None:
+        """A request that began to evict under pressure is bounded from now on: promise it its bound, if possible."""
+        reserve = self.peak_pages(kv.policy, 0, kv.last)
+        for tier in range(self.num_tiers):
+            own = kv.tier_pages(tier)
+            shared = int((self.pools[tier].refs[own] > 1).sum())
+            if self.room(tier) < max(0, reserve[tier] - kv.held[tier]) + shared:
+                return
+        kv.reserve, kv.reserved = reserve, True
+        for tier in range(self.num_tiers):
+            self.pools[tier].set_reserved(kv.tier_pages(tier))
+
+    def start_folding(self, kv: KVState) -> None:
+        """Ask a request in pressure mode to begin evicting, as soon as a whole window of queries can be kept."""
+        kv.fold_from = kv.num_tokens + kv.policy.window
+
+    def index(self, kv: KVState, tokens: list[int]) -> None:
+        """Tell the prefix cache of pages that are full by now and that nothing was ever evicted from."""
+        if self.prefix is None or kv.num_indexed < 0 or kv.ticket is not None:
+            return
+        full, size = kv.num_tokens // kv.page_size, kv.page_size
+        if full > kv.num_indexed:
+            for i in range(kv.num_indexed, full):
+                page_tokens = tuple(tokens[i * size : (i + 1) * size])
+                kv.index_key = self.prefix.insert(kv.index_key, page_tokens, kv.pages[:, i])
+            kv.num_indexed = full
+            self.prefix.touch(kv.index_key)
+
+    def lend_window(self, kv: KVState) -> bool:
+        """Lend a query window. False if none is left."""
+        if kv.window_slot == 0 and self._windows:
+            kv.window_slot = self._windows.pop()
+        return kv.window_slot != 0
+
+    def _return_window(self, window_slot: int) -> None:
+        if window_slot:
+            self._windows.append(window_slot)
+
+    def _drop(self, tier: int, pages: np.ndarray, reserved: bool) -> None:
+        if len(pages):
+            self.pools[tier].drop(pages, reserved)
+
+    def release(self, kv: KVState) -> None:
+        """The sequence is done, aborted or dropped for recomputation: everything it holds goes back."""
+        for tier in range(self.num_tiers):
+            self._drop(tier, kv.tier_pages(tier), kv.reserved)
+        if kv.ticket:
+            for fold in kv.ticket.folds:
+                self._drop(fold.dst_tier, fold.dst, kv.reserved)
+            self._return_window(kv.ticket.window_slot)
+        self._return_window(kv.window_slot)
+        kv.ticket, kv.window_slot = None, 0
+        self._slots.append(kv.slot)
+        self.live.remove(kv)
+
+    # ---- swap
+
+    def swap_out(self, kv: KVState) -> tuple[Swapped, list[SwapOp]] | None:
+        """Move a sequence's pages to host memory and release it. None, and nothing changed, if the host is full.
+
+        The sequence must hold no window and have no fold in flight.
+        """
+        assert kv.ticket is None and kv.window_slot == 0
+        pages = [kv.tier_pages(tier) for tier in range(self.num_tiers)]
+        if any(len(p) > pool.num_free for p, pool in zip(pages, self.host_pools, strict=True)):
+            return None
+        host = [pool.take(len(p), False) for p, pool in zip(pages, self.host_pools, strict=True)]
+        ops = [SwapOp(t, True, pages[t], host[t]) for t in range(self.num_tiers) if len(pages[t])]
+        self.release(kv)
+        return Swapped(kv, host), ops
+
+    def swap_in(self, swapped: Swapped, margin: int = 0) -> list[SwapOp] | None:
+        """Bring a sequence back under a new slot, on pages of its own. None, and nothing changed, without room.
+
+        margin   pages that must stay free beside the sequence's own, if it has no reservation
+        """
+        kv = swapped.kv
+        if not self._slots:
+            return None
+        spare, flying = self._spare(kv), self._in_flight()
+        for tier, pool in enumerate(self.pools):
+            keep = self._headroom(tier) + pool.surplus + max(0, spare[tier] - flying[tier])
+            need = max(len(swapped.host_pages[tier]), kv.reserve[tier])
+            if not kv.reserved and tier == HOT:
+                need += margin + kv.num_groups
+            if pool.num_available - keep < need:
+                return None
+        kv.slot = self._slots.pop()
+        ops, fresh = [], []
+        for tier, host in enumerate(swapped.host_pages):
+            fresh.append(self._take(tier, len(host), kv.reserved))
+            if len(host):
+                ops.append(SwapOp(tier, False, host, fresh[tier]))
+        index = np.arange(kv.pages.shape[1])
+        cold = index < kv.cold[:, None]
+        valid = index < kv.num_pages[:, None]
+        kv.pages[valid & ~cold] = fresh[HOT]
+        if self.num_tiers > 1:
+            kv.pages[valid & cold] = fresh[COLD]
+        kv.num_indexed = -1
+        self.live.append(kv)
+        self.journal.whole(kv)
+        return ops
+
+    def discard(self, swapped: Swapped) -> None:
+        """Forget a swapped sequence (it was aborted, or its pages were copied back)."""
+        for pool, pages in zip(self.host_pools, swapped.host_pages, strict=True):
+            pool.drop(pages, False)
+
+    # ---- for the worker and for tests
+
+    def drain_edits(self) -> TableEdits:
+        return self.journal.drain()
+
+    @property
+    def num_windows_free(self) -> int:
+        return len(self._windows)
+
+    def check(self) -> None:
+        """Every page has as many references as holders, and reservations are covered."""
+        for tier, pool in enumerate(self.pools):
+            pool.check()
+            refs = np.zeros(pool.num_pages, np.int32)
+            for kv in self.live:
+                np.add.at(refs, kv.tier_pages(tier), 1)
+                for fold in kv.ticket.folds if kv.ticket else ():
+                    if fold.dst_tier == tier:
+                        np.add.at(refs, fold.dst, 1)
+            assert np.array_equal(refs, pool.refs), f"tier {tier}: references and holders differ"
+            assert pool.num_available >= self._headroom(tier), f"tier {tier}: more is promised than there is"
+        for kv in self.live:
+            assert np.array_equal(kv.num_pages, -(-kv.rows // kv.page_size)), "a group owns ceil(rows / page) pages"
+        lent = sum((kv.window_slot != 0) + bool(kv.ticket and kv.ticket.window_slot) for kv in self.live)
+        assert lent + len(self._windows) == self.geometry.window_slots
+        assert len(self.live) + len(self._slots) == self.geometry.max_seqs

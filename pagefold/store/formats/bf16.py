@@ -1,0 +1,24 @@
+"""bfloat16 rows."""
+
+from typing import ClassVar
+
+import torch
+
+from pagefold.store.format import FORMATS
+from pagefold.store.plain import PlainCodec
+
+_C_LOAD = """
+static inline float LOAD(const void *data, const void *scale, int64_t row, float *restrict x) {
+    const uint16_t *restrict stored = (const uint16_t *)data + row * D;
+    for (int d = 0; d < D; d++) x[d] = float_of_bits((uint32_t)stored[d] << 16);
+    return 1.0f;
+}
+"""
+
+
+@FORMATS.add
+class BFloat16:
+    """512 bytes of K and V at D = 128."""
+
+    name: ClassVar[str] = "bf16"
+    k = v = PlainCodec(torch.bfloat16, _C_LOAD)

@@ -1,0 +1,181 @@
+"""A worker made of Python integers: it executes step plans exactly as the real one does, on pages that hold hashes.
+
+The row of a token is a hash of the token and of every row that it sees, in every group. So a token that is computed
+against one wrong, missing, stale or foreign row gets another row, draws another next token, and the whole output
+differs from that of `expected_output`, which knows nothing of pages, chunks or neighbours.
+"""
+
+import numpy as np
+
+from pagefold.core.types import Job, SamplingParams, StepPlan, StepResult
+from pagefold.kv.manager import KVGeometry, KVManager
+from pagefold.kv.state import COLD, FoldPolicy
+
+VOCAB = 50
+POISON = -1
+
+
+def choose(rows: list[int], group: int, keep: int, sinks: int, protected_from: int) -> list[int]:
+    """Indices of the rows that survive: sinks and recent ones, the rest ranked by a hash of their content."""
+    safe = [i for i in range(len(rows)) if i < sinks or i >= protected_from]
+    rest = sorted((i for i in range(len(rows)) if i not in set(safe)), key=lambda i: hash((rows[i], group)))
+    return sorted(safe + rest[: keep - len(safe)])
+
+
+def new_row(token: int, seen: list[list[int]]) -> int:
+    return hash((token, tuple(tuple(rows) for rows in seen))) & 0x7FFFFFFF
+
+
+def draw(row: int) -> int:
+    return row % VOCAB
+
+
+def expected_output(prompt: list[int], policy: FoldPolicy, page_size: int, max_tokens: int) -> list[int]:
+    """What a request must produce, from its own history alone."""
+    groups, size = len(policy.budget), page_size
+    rows: list[list[int]] = [[] for _ in range(groups)]
+    cold = [0] * groups
+    pending: tuple[int, list[tuple[int, list[int], int]]] | None = None
+    tokens, last = list(prompt), len(prompt) + max_tokens - 1
+    for n in range(last):
+        if pending and n >= pending[0]:
+            for g, kept, num_src in pending[1]:
+                rows[g] = kept + rows[g][num_src:]
+            pending = None
+        row = new_row(tokens[n], rows)
+        for g in range(groups):
+            rows[g].append(row)
+        count = n + 1
+        if count >= len(prompt):
+            tokens.append(draw(row))
+        inside = policy.prefill_period and count <= len(prompt) and count % policy.prefill_period == 0
+        after = count >= len(prompt) and count % policy.period == 0
+        if not (inside or after) or count >= last:
+            continue
+        folds = []
+        for g in range(groups):
+            full = len(rows[g]) // size
+            if policy.evicts and full * size > policy.budget[g]:
+                src = rows[g][: full * size]
+                recent = len(rows[g]) - policy.window
+                keep = choose(src, g, int(policy.budget[g]), policy.sink_tokens, recent)
+                folds.append((g, [src[i] for i in keep], full * size))
+                cold[g] = int(policy.budget[g]) // size
+        if folds:
+            pending = (count + (policy.lag if count >= len(prompt) else 0), folds)
+    return tokens[len(prompt) :]
+
+
+class SimRunner:
+    """Executes plans; checks that windows hold the right queries and that no page of another is touched."""
+
+    def __init__(self, geometry: KVGeometry, policies_by_scorer: dict[str, FoldPolicy]):
+        self.geometry = geometry
+        self.tiers = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_pages]
+        self.host = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_host_pages]
+        groups, slots = geometry.num_groups, geometry.max_seqs + 1
+        self.table = np.zeros((slots, groups, 512), np.int32)
+        self.evicted = np.zeros((slots, groups), np.int32)
+        self.cold = np.zeros((slots, groups), np.int32)
+        self.windows: dict[int, dict[int, int]] = {}
+        self.policies = policies_by_scorer
+
+    def _where(self, slot: int, group: int, i: int) -> tuple[np.ndarray, tuple[int, int]]:
+        page, offset = divmod(i, self.geometry.page_size)
+        tier = COLD if page < self.cold[slot, group] else 0
+        return self.tiers[tier], (int(self.table[slot, group, page]), offset)
+
+    def _rows(self, slot: int, group: int, count: int) -> list[int]:
+        out = []
+        for i in range(count):
+            store, at = self._where(slot, group, i)
+            out.append(int(store[at]))
+        assert POISON not in out, "a row was read before it was written, or after its page was given back"
+        return out
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        slot, group, index, page = plan.edits.pages.T
+        self.table[slot, group, index] = page
+        slot, group, rows, pages = plan.edits.lengths.T
+        self.evicted[slot, group], self.cold[slot, group] = rows, pages
+        for op in plan.swaps:
+            src, dst = (self.tiers, self.host) if op.to_host else (self.host, self.tiers)
+            dst[op.tier][op.dst_pages] = src[op.tier][op.src_pages]
+        ids: list[int | None] = []
+        start = 0
+        samples = iter(plan.samples)
+        for chunk in plan.chunks:
+            tokens = plan.tokens[start : start + chunk.num_tokens]
+            start += chunk.num_tokens
+            row = 0
+            for j, token in enumerate(tokens):
+                n = chunk.start + j
+                seen = [
+                    self._rows(chunk.slot, g, n - self.evicted[chunk.slot, g]) for g in range(self.geometry.num_groups)
+                ]
+                row = new_row(int(token), seen)
+                for g in range(self.geometry.num_groups):
+                    store, at = self._where(chunk.slot, g, n - self.evicted[chunk.slot, g])
+                    assert at[0] != 0, "the garbage page must not be written for a live sequence"
+                    store[at] = row
+                if chunk.window_slot and n >= chunk.window_start:
+                    window = self.windows.setdefault(chunk.window_slot, {})
+                    if n == chunk.window_start:
+                        window.clear()
+                    window[n - chunk.window_start] = row
+            if chunk.num_logits:
+                ids.append(draw(row) if next(samples) is not None else None)
+        for job in plan.jobs:
+            self._fold(job, plan)
+        return StepResult(plan.step, ids, [None] * len(ids), {})
+
+    def _fold(self, job: Job, plan: StepPlan) -> None:
+        size = self.geometry.page_size
+        rows = self._rows(job.slot, job.group, job.num_rows)
+        first = job.first_page * size
+        src = rows[first : first + job.num_src_pages * size]
+        keep = list(range(len(src)))
+        if job.keep_rows < len(src):
+            policy = plan.policies[job.policy]
+            keep = choose(src, job.group, job.keep_rows, policy.sink_tokens, job.num_rows - policy.window)
+            if self.policies[policy.scorer].needs_window:
+                window = self.windows[job.window_slot]
+                assert [window[i] for i in range(policy.window)] == rows[-policy.window :], "foreign or stale queries"
+        dst = self.tiers[job.dst_tier]
+        for i, k in enumerate(keep):
+            dst[job.dst_pages[i // size], i % size] = src[k]
+
+    def poison_free(self, manager: KVManager) -> None:
+        """What nobody holds and the prefix cache does not remember must never be read again."""
+        for tier, pool in enumerate(manager.pools):
+            free = (pool.refs == 0) & ~pool.cached
+            self.tiers[tier][free] = POISON
+
+
+def fold_policy(
+    page_size: int,
+    budget_pages: list[int],
+    scorer: str | None = "win",
+    period_pages: int = 1,
+    prefill_pages: int | None = None,
+    window: int = 3,
+    lag: int = 0,
+    cold_after: int | None = None,
+    under_pressure: bool = False,
+) -> FoldPolicy:
+    return FoldPolicy(
+        scorer=scorer,
+        needs_window=scorer == "win",
+        budget=np.array(budget_pages, np.int32) * page_size * (scorer is not None),
+        period=period_pages * page_size,
+        prefill_period=prefill_pages and prefill_pages * page_size,
+        window=window,
+        sink_tokens=1,
+        lag=lag,
+        cold_after=cold_after,
+        under_pressure=under_pressure,
+    )
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)

@@ -1,0 +1,74 @@
+"""A layout is a bijection between heads and page columns, and its budgets are whole pages that respect the floor."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagefold.kv.layout import LAYOUTS, HeadLayout
+
+
+@st.composite
+def layouts(draw):
+    groups, per_page = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    cells = groups * per_page
+    heads = draw(st.sampled_from([h for h in range(1, cells + 1) if cells % h == 0]))
+    place = np.array(draw(st.permutations(range(cells))), np.int32).reshape(-1, heads)
+    weight = np.array(draw(st.lists(st.floats(0.01, 5.0), min_size=groups, max_size=groups)))
+    return HeadLayout(place // per_page, place % per_page, weight / weight.mean())
+
+
+@given(layouts())
+def test_members_is_the_inverse_of_the_tables(layout):
+    members = layout.members()
+    assert members.shape == (layout.num_groups, layout.heads_per_page, 2)
+    for group in range(layout.num_groups):
+        for column in range(layout.heads_per_page):
+            layer, head = members[group, column]
+            assert (layout.group_of[layer, head], layout.column_of[layer, head]) == (group, column)
+
+
+@given(layouts(), st.integers(0, 2**31))
+def test_no_two_heads_share_a_place_on_any_pages(layout, seed):
+    """(page, column) of all heads, for any disjoint page tables of the groups, covers those pages exactly once."""
+    pages = np.random.default_rng(seed).permutation(layout.num_groups * 3).reshape(layout.num_groups, 3)
+    place = pages[layout.group_of] * layout.heads_per_page + layout.column_of[..., None]
+    assert np.array_equal(np.sort(place, axis=None), np.arange(pages.size * layout.heads_per_page))
+
+
+@settings(max_examples=200)
+@given(layouts(), st.integers(1, 5000), st.sampled_from([1, 4, 16, 32]), st.integers(0, 200))
+def test_budgets_are_whole_pages_at_or_above_the_floor(layout, budget, page_size, floor):
+    rows = layout.budgets(budget, page_size, floor)
+    assert rows.dtype == np.int32 and rows.shape == (layout.num_groups,)
+    assert (rows % page_size == 0).all() and (rows >= max(floor, 1)).all()
+    wanted = layout.weight * budget
+    order = np.argsort(wanted)
+    assert (np.diff(rows[order]) >= 0).all()  # who wants more never gets less
+    if (wanted >= max(floor, page_size)).all():
+        # Neither limit binds: each group is rounded to the nearest page, so the mean is near the budget.
+        assert (abs(rows - wanted) <= max(page_size / 2, -floor % page_size)).all()
+    if floor == 0 and (wanted >= page_size).all():
+        assert abs(rows.mean() - budget) <= page_size / 2
+
+
+def test_uniform_is_one_group_with_the_plain_budget():
+    layout = LAYOUTS.build("uniform").build(3, 2)
+    assert layout.num_groups == 1 and layout.heads_per_page == 6
+    assert layout.members()[0].tolist() == [[layer, head] for layer in range(3) for head in range(2)]
+    assert layout.budgets(1024, 32, 20).tolist() == [1024]
+    assert layout.budgets(8, 32, 40).tolist() == [64]
+
+
+@pytest.mark.parametrize(
+    ("group_of", "column_of", "weight", "message"),
+    [
+        ([[0, 0], [1, 1]], [[0, 1], [0, 0]], [1.0, 1.0], "bijection"),
+        ([[0, 0], [1, 0]], [[0, 1], [0, 2]], [1.0, 1.0], "bijection"),
+        ([[0, 1], [2, 0]], [[0, 0], [0, 1]], [1.0, 1.0, 1.0], "bijection"),
+        ([[0, 0], [1, 1]], [[0, 1], [0, 1]], [1.0, 0.0], "positive"),
+    ],
+)
+def test_broken_tables_are_refused(group_of, column_of, weight, message):
+    with pytest.raises(ValueError, match=message):
+        HeadLayout(np.array(group_of), np.array(column_of), np.array(weight))

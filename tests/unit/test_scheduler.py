@@ -1,0 +1,288 @@
+"""Whatever is shared, chunked, preempted, swapped or aborted around it, a request's tokens depend on itself alone."""
+
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagefold.core.config import SchedulerConfig
+from pagefold.core.types import FinishReason, InputError, Request
+from pagefold.engine.scheduler import Scheduler
+from pagefold.engine.sequence import Sequence, Status
+from pagefold.kv.manager import KVGeometry, KVManager
+from pagefold.kv.state import FoldPolicy
+from tests.unit.kvsim import SimRunner, expected_output, fold_policy, greedy
+
+SIZE = 4
+
+
+class World:
+    """A scheduler, its memory and a simulated worker, with checks after every step."""
+
+    def __init__(
+        self,
+        groups=1,
+        pages=60,
+        tiers=1,
+        max_tokens=16,
+        seqs=6,
+        windows=2,
+        host=400,
+        prefix=True,
+        preemption="recompute",
+    ):
+        geometry = KVGeometry((pages,) * tiers, (host,) * tiers, (1,) * tiers, groups, SIZE, seqs, windows)
+        self.manager = KVManager(geometry, prefix)
+        self.scheduler = Scheduler(SchedulerConfig(seqs, max_tokens, preemption=preemption), self.manager)
+        self.policies: dict[str, FoldPolicy] = {}
+        self.runner = SimRunner(geometry, self.policies)
+        self.arrivals = count()
+
+    def add(self, prompt: list[int], policy: FoldPolicy, max_tokens: int, priority: int = 0) -> Sequence:
+        self.manager.check_fits(policy, len(prompt), len(prompt) + max_tokens - 1)
+        if policy.scorer:
+            self.policies[policy.scorer] = policy
+        n = next(self.arrivals)
+        request = Request(str(n), tuple(prompt), greedy(max_tokens), priority)
+        seq = Sequence(request, policy, n, 0, frozenset(), (), max_tokens)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> bool:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return False
+        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        self.scheduler.update(self.runner.execute(plan))
+        self.manager.check()
+        self.runner.poison_free(self.manager)
+        return True
+
+    def run(self, limit=5000) -> None:
+        for _ in range(limit):
+            if not self.step():
+                break
+        else:
+            raise AssertionError("no progress")
+        self.assert_empty()
+
+    def assert_empty(self) -> None:
+        assert all(pool.num_held == 0 for pool in self.manager.pools), "pages leaked"
+        assert all(pool.num_held == 0 for pool in self.manager.host_pools), "host pages leaked"
+        assert self.manager.num_windows_free == self.manager.geometry.window_slots, "windows leaked"
+        assert not self.manager.live
+
+
+def assert_right(seq: Sequence) -> None:
+    assert seq.output == expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens)
+
+
+@st.composite
+def policies(draw, groups: int, tiers: int, pressure: bool):
+    scorer = draw(st.sampled_from(["win", "plain", None]))
+    period = draw(st.integers(1, 3))
+    window = draw(st.integers(1, 4))
+    return fold_policy(
+        SIZE,
+        [draw(st.integers(2, 4)) for _ in range(groups)],
+        scorer=scorer,
+        period_pages=period,
+        prefill_pages=draw(st.sampled_from([None, period, 2 * period])),
+        window=window,
+        lag=draw(st.integers(0, period * SIZE - window)) % (period * SIZE),
+        cold_after=draw(st.integers(0, 12)) if tiers == 2 else None,
+        under_pressure=pressure and draw(st.booleans()),
+    )
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_output_depends_on_the_request_alone(data):
+    """Any policies, chunk sizes, pools, priorities, shared prefixes, forced preemptions: the same tokens."""
+    groups = data.draw(st.sampled_from([1, 1, 3]))
+    tiers = data.draw(st.sampled_from([1, 1, 2]))
+    world = World(
+        groups=groups,
+        tiers=tiers,
+        pages=data.draw(st.integers(24, 70)) * groups,
+        max_tokens=data.draw(st.sampled_from([1, 3, 7, 16, 64])),
+        seqs=data.draw(st.integers(1, 6)),
+        windows=data.draw(st.integers(1, 3)),
+        host=data.draw(st.sampled_from([1, 400])),
+        prefix=data.draw(st.booleans()),
+        preemption=data.draw(st.sampled_from(["recompute", "swap"])),
+    )
+    trunk = [random.Random(1).randrange(50) for _ in range(40)]
+    seqs = []
+    for _ in range(data.draw(st.integers(1, 7))):
+        shared = data.draw(st.sampled_from([0, 8, 13, 24]))
+        prompt = trunk[:shared] + data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=14))
+        policy = data.draw(policies(groups, tiers, pressure=False))
+        max_tokens, priority = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 1))
+        try:
+            seqs.append(world.add(prompt, policy, max_tokens, priority))
+        except InputError:
+            continue
+    forced = data.draw(st.lists(st.integers(0, 5), max_size=20))
+    for victim in forced:
+        if not world.step():
+            break
+        running = world.scheduler.running
+        if victim < len(running):
+            seq = running[victim]
+            if world.scheduler.can_preempt(seq):
+                world.scheduler.preempt(seq)
+                world.manager.check()
+    world.run()
+    for seq in seqs:
+        assert_right(seq)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
+    """Cancel at any moment, folds in flight included; pressure mode in the mix."""
+    groups = data.draw(st.sampled_from([1, 2]))
+    world = World(
+        groups=groups, pages=data.draw(st.integers(26, 50)) * groups, max_tokens=data.draw(st.integers(2, 20))
+    )
+    seqs = []
+    for _ in range(data.draw(st.integers(2, 6))):
+        prompt = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
+        seqs.append(world.add(prompt, data.draw(policies(groups, 1, pressure=True)), data.draw(st.integers(1, 40))))
+    aborted = set()
+    for victim in data.draw(st.lists(st.integers(0, 12), max_size=30)):
+        if victim < len(seqs):
+            world.scheduler.finish(seqs[victim], FinishReason.ABORT)
+            aborted.add(victim)
+            world.manager.check()
+        world.step()
+    world.run()
+    for i, seq in enumerate(seqs):
+        if not seq.policy.under_pressure and seq.finish_reason is not FinishReason.ABORT:
+            assert_right(seq)
+        assert seq.status is Status.FINISHED and (i in aborted or len(seq.output) == seq.max_tokens)
+
+
+def test_rows_stay_within_budget_period_and_lag():
+    """|table| never grows beyond its bound after the first compaction, whatever the output's length."""
+    world = World(groups=2, pages=100)
+    policy = fold_policy(SIZE, [2, 3], period_pages=2, lag=5)
+    seq = world.add(list(range(9)), policy, 300)
+    while world.step():
+        if seq.state and not seq.finished:
+            assert (seq.kv.rows <= policy.budget + policy.period + policy.lag).all()
+    assert len(seq.output) == 300
+    assert_right(seq)
+
+
+def test_a_full_pool_of_folding_requests_is_never_preempted():
+    """Admission by reservation: what was admitted ends; the others wait their turn."""
+    world = World(pages=41, seqs=20, windows=2)
+    policy = fold_policy(SIZE, [3])
+    seqs = [world.add([i] * (3 + i % 5), policy, 60) for i in range(20)]
+    world.run()
+    assert world.scheduler.stats.preemptions == 0
+    assert world.scheduler.stats.peak_running >= 7
+    for seq in seqs:
+        assert_right(seq)
+
+
+def test_a_prompt_that_is_wholly_cached_recomputes_its_last_token():
+    """Case 43: a prompt of whole pages, twice; no shared page is written, and the hit is exact."""
+    world = World()
+    policy = fold_policy(SIZE, [9], scorer=None)
+    first = world.add(list(range(16)), policy, 5)
+    world.run()
+    second = world.add(list(range(16)), policy, 5)
+    world.run()
+    assert second.output == first.output and second.num_cached == 12
+
+
+def test_siblings_fold_on_their_own_and_the_shared_prefix_stays_pristine():
+    """Case C3 and the reference's crash: nested and identical page-aligned prompts, all of whose pages are shared."""
+    world = World(pages=120, seqs=8, windows=8)
+    policy = fold_policy(SIZE, [3])
+    trunk = list(range(24))
+    seqs = [world.add(trunk, policy, 30)]
+    for _ in range(3):
+        world.step()
+    seqs += [
+        world.add(trunk, policy, 30),
+        world.add(trunk + [1, 2, 3, 4], policy, 30),
+        world.add(trunk[:16], policy, 30),
+    ]
+    world.run()
+    late = world.add(trunk, fold_policy(SIZE, [3], scorer=None), 10)
+    world.run()
+    assert late.num_cached > 0
+    for seq in [*seqs, late]:
+        assert_right(seq)
+    assert all(seq.num_cached > 0 for seq in seqs[1:3])
+
+
+def test_preemption_under_load_gives_the_tokens_of_an_unloaded_run():
+    """Cases 44 and 47: three times more requests than the pages allow, one shared prefix; resumes are no hits."""
+    world = World(pages=26, seqs=12, max_tokens=32)
+    policy = fold_policy(SIZE, [1], scorer=None)
+    seqs = [world.add(list(range(8)) + [i], policy, 40) for i in range(6)]
+    world.run()
+    assert world.scheduler.stats.preemptions > 0
+    for seq in seqs:
+        assert_right(seq)
+        assert seq.num_cached in (0, 8)
+    assert world.scheduler.stats.prefix_hits == sum(seq.num_cached for seq in seqs)
+
+
+def test_pressure_mode_keeps_every_row_while_memory_is_ample():
+    world = World(pages=200)
+    seq = world.add([1, 2, 3], fold_policy(SIZE, [2], under_pressure=True), 80)
+    world.run()
+    assert seq.kv.evicted.sum() == 0
+    assert seq.output == expected_output([1, 2, 3], fold_policy(SIZE, [2], scorer=None), SIZE, 80)
+
+
+def test_pressure_mode_folds_the_longest_before_anybody_is_preempted():
+    world = World(pages=60, seqs=8, windows=8)
+    seqs = [world.add([i, 1, 2], fold_policy(SIZE, [3], under_pressure=True), 120) for i in range(6)]
+    world.run()
+    assert world.scheduler.stats.folds > 0 and world.scheduler.stats.preemptions == 0
+    assert all(len(seq.output) == 120 for seq in seqs)
+
+
+def test_freed_pages_of_an_uneven_layout_stay_free():
+    """Tangram P5 and P8: each group owns ceil(rows / page) pages, after the next tokens too."""
+    world = World(groups=3, pages=200)
+    policy = fold_policy(SIZE, [2, 4, 8])
+    seq = world.add(list(range(40)), policy, 60)
+    seen = []
+    while world.step():
+        if seq.state and not seq.finished and seq.kv.evicted.any():
+            seen.append(seq.kv.num_pages.tolist())
+    assert all(pages[0] < pages[1] < pages[2] for pages in seen)
+    assert max(pages[0] for pages in seen) <= 2 + 1 + 1
+
+
+@pytest.mark.parametrize("extra", [-1, 0, 1])
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_prompts_around_a_page_boundary(extra, max_tokens):
+    """Zipage invariant 22: lengths m*b-1, m*b, m*b+1, and a prompt of exactly the cap."""
+    world = World(windows=1)
+    seq = world.add(list(range(16 + extra)), fold_policy(SIZE, [3], window=4), max_tokens)
+    world.run()
+    assert_right(seq)
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_largest_that_fits():
+    world = World(pages=11)
+    with pytest.raises(InputError, match=r"prompt: got 50 tokens, the largest that fits is 39.*10 in the pool"):
+        world.add([1] * 50, fold_policy(SIZE, [1], scorer=None), 1)
+    with pytest.raises(InputError, match=r"max_tokens: got 40, at most 32 fit"):
+        world.add([1] * 9, fold_policy(SIZE, [1], scorer=None), 40)
+    with pytest.raises(InputError, match="kv_budget"):
+        world.add([1] * 9, fold_policy(SIZE, [9]), 400)
+    seq = world.add([1] * 9, fold_policy(SIZE, [1], scorer=None), 32)
+    world.run()
+    assert len(seq.output) == 32
