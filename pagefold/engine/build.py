@@ -71,8 +71,8 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     loaded = loaded or load_model(config)
     spec, decoder = loaded.spec, loaded.decoder
     max_model_len = config.model.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_model_len:
-        raise InputError("max_model_len", f"got {max_model_len}, the model's context holds {spec.max_model_len}")
+    if max_model_len > spec.max_context:
+        raise InputError("max_model_len", f"got {max_model_len}, the model's context holds {spec.max_context}")
     layout = build_layout(config, spec)
     policies = PolicyMaker(config, layout)
     formats = build_formats(config, decoder.dtype)

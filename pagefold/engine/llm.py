@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterable, Sequence
 from itertools import count
+from numbers import Integral
+from operator import index
 from typing import Any
 
 from tqdm import tqdm
@@ -47,9 +49,12 @@ class LLM:
         sampling_params   one for all, or one per prompt
         Raises InputError for the first prompt that cannot be served; none is started then.
         """
-        if isinstance(prompts, (str, dict)) or (prompts and all(isinstance(p, int) for p in prompts)):
-            prompts = [prompts]  # type: ignore[list-item]
-        return self._run([self._tokens(p) for p in prompts], sampling_params, use_tqdm)  # type: ignore[arg-type]
+        each: Any = [prompts]
+        if isinstance(prompts, Iterable) and not isinstance(prompts, (str, dict)):
+            each = list(prompts)
+            if each and all(isinstance(p, Integral) for p in each):
+                each = [each]
+        return self._run([self._tokens(p) for p in each], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -73,17 +78,21 @@ class LLM:
         return self._run(prompts, sampling_params, use_tqdm)
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text = None
         if isinstance(prompt, dict):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if "prompt" not in prompt:
+            if "prompt_token_ids" not in prompt and "prompt" not in prompt:
                 raise InputError("prompt", f"got keys {sorted(prompt)}, need 'prompt' or 'prompt_token_ids'")
-            prompt = prompt["prompt"]
+            text = prompt.get("prompt")
+            prompt = prompt.get("prompt_token_ids", text)  # type: ignore[assignment]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError("prompt", "is text, and this model has no tokenizer; pass token ids")
             return prompt, self.tokenizer.encode(prompt)
-        return None, list(prompt)  # type: ignore[arg-type]
+        ids: Any = prompt
+        try:
+            return text, [index(token) for token in ids]
+        except TypeError:
+            raise InputError("prompt", f"got {prompt!r}, must be text, token ids, or a dict with either") from None
 
     def _run(
         self,

@@ -1,7 +1,7 @@
 """Who computes how many tokens in the next step. Integers only: this file sees `core` and `kv`, never a tensor."""
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -164,36 +164,43 @@ class Scheduler:
         return None
 
     def _break_deadlock(self, plan: "_PlanBuilder") -> bool:
-        """Nobody can move: the oldest is stuck behind others that hold what it needs. Preempt from the newest."""
-        for victim in reversed(self.running[1:]):
-            if not self.can_preempt(victim):
-                continue
-            self.preempt(victim)
+        """Nobody can move: the oldest is stuck behind others that hold what it needs. Preempt from the newest.
+
+        The last resort is to start a request again although it was folded: it is folded again at the same tokens. One
+        in pressure mode may stand in its own way, when it was asked to fold too late; it then folds from the start.
+        """
+        willing = [seq for seq in self.running[1:] if self.can_preempt(seq)]
+        others = [seq for seq in self.running if seq not in willing]
+        if not others[0].policy.under_pressure:
+            del others[0]  # alone, it would fit
+        for victim in [*reversed(willing), *reversed(others)]:
+            self.preempt(victim, restart=victim in others)
             for seq in list(self.running):
-                if seq is not victim:
-                    self._plan_chunk(seq, plan)
+                self._plan_chunk(seq, plan)
             if plan.chunks:
-                return True
-        return False
+                break
+        return True
 
     def can_preempt(self, seq: Sequence) -> bool:
-        """A fold in flight must become visible first; folded rows need a place in host memory, and no window."""
-        kv = seq.kv
-        if kv.ticket or not kv.folded:
-            return kv.ticket is None
-        pools = self.manager.host_pools
-        return not kv.window_slot and all(kv.held[tier] <= pool.num_free for tier, pool in enumerate(pools))
+        """Folded rows need a place in host memory, no window, and no further fold in flight."""
+        kv, pools = seq.kv, self.manager.host_pools
+        swappable = not kv.ticket and not kv.window_slot
+        return not kv.folded or (swappable and all(kv.held[t] <= pool.num_free for t, pool in enumerate(pools)))
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence, restart: bool = False) -> None:
         """Take a running sequence that `can_preempt` out of the batch, between steps.
 
         Nothing that was generated is lost: what evicted nothing is recomputed, unless swapping is preferred; what
-        evicted is swapped, for recomputing it would keep other rows.
+        evicted is swapped, for recomputing it might keep other rows.
+
+        restart   recompute in any case, and fold from the start if it is in pressure mode
         """
         kv = seq.kv
         self.running.remove(seq)
         swapped = None
-        if kv.folded or (self.config.preemption == "swap" and not kv.window_slot):
+        if restart:
+            seq.policy = replace(seq.policy, under_pressure=False)
+        elif kv.folded or (self.config.preemption == "swap" and not kv.window_slot and not kv.ticket):
             swapped = self.manager.swap_out(kv)
             assert swapped or not kv.folded, "a folded sequence can only be swapped"
         if swapped:
@@ -212,7 +219,10 @@ class Scheduler:
         self.add(seq)
 
     def _admit(self, plan: "_PlanBuilder") -> None:
-        """First come, first served within a priority; the head of the queue is never overtaken."""
+        """First come, first served within a priority; the head of the queue is never overtaken.
+
+        With nobody running, a request in pressure mode that finds no room never will: it folds from the start.
+        """
         config, manager = self.config, self.manager
         while self.waiting and len(self.running) < config.max_num_seqs and plan.tokens_left:
             seq = self.waiting[0]
@@ -220,6 +230,11 @@ class Scheduler:
             margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
             if seq.swapped:
                 ops = manager.swap_in(seq.swapped, margin)
+                if ops is None and not self.running and seq.policy.under_pressure and not seq.kv.folded:
+                    manager.discard(seq.swapped)
+                    seq.state, seq.swapped, seq.status = None, None, Status.WAITING
+                    seq.policy = replace(seq.policy, under_pressure=False)
+                    continue
                 if ops is None:
                     return
                 self._swaps.extend(ops)
@@ -228,6 +243,9 @@ class Scheduler:
             else:
                 salt = None if seq.request.sampling.prompt_logprobs is not None else seq.request.cache_salt
                 seq.state = manager.admit(seq.policy, seq.tokens, seq.prompt_len, seq.last, salt, margin)
+                if seq.state is None and not self.running and seq.policy.under_pressure:
+                    seq.policy = replace(seq.policy, under_pressure=False)
+                    continue
                 if seq.state is None:
                     return
                 if seq.num_cached is None:  # what a resumed request finds of its own is not a hit

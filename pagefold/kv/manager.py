@@ -92,11 +92,12 @@ class KVManager:
         cold = 0 if policy.cold_after is None else int(pages(budget).sum())
         return [int(pages(np.maximum(decode, prompt + policy.lag)).sum()), cold]
 
-    def _copy_pages(self, policy: FoldPolicy) -> list[int]:
-        """Destination pages per tier of one whole compaction."""
-        need = [0, 0]
+    def _copy_pages(self, policy: FoldPolicy, last: int) -> list[int]:
+        """Destination pages per tier of one whole compaction; none if the sequence ends before it is over budget."""
+        need, size = [0, 0], self.geometry.page_size
         if policy.evicts:
-            need[HOT if policy.cold_after is None else COLD] = int((policy.budget // self.geometry.page_size).sum())
+            folded = policy.budget[policy.budget + size < last]
+            need[HOT if policy.cold_after is None else COLD] = int((folded // size).sum())
         return need
 
     def check_fits(self, policy: FoldPolicy, prompt_len: int, last: int) -> None:
@@ -104,7 +105,7 @@ class KVManager:
 
         Raises InputError naming `prompt` or `max_tokens`.
         """
-        copies = self._copy_pages(policy)
+        copies = self._copy_pages(policy, last)
         for tier in range(self.num_tiers):
             room = self.pools[tier].num_pages - 1 - copies[tier]
             need = self.peak_pages(policy, prompt_len, last)[tier]
@@ -131,13 +132,15 @@ class KVManager:
 
     def _spare(self, extra: KVState | None = None) -> list[int]:
         """Pages kept per tier for compactions in flight: enough for the expected number at once and one more."""
-        folding = [kv for kv in [*self.live, *([extra] if extra else [])] if kv.policy.evicts]
+        sequences = [*self.live, *([extra] if extra else [])]
+        copies = {kv: self._copy_pages(kv.policy, kv.last) for kv in sequences if kv.policy.evicts}
+        folding = [kv for kv, pages in copies.items() if any(pages)]
         spare = [0, 0]
         if folding:
             jobs = 1 + math.ceil(1.5 * sum((kv.policy.lag + 1) / kv.policy.period for kv in folding))
             jobs = min(jobs, len(folding))
             for tier in range(self.num_tiers):
-                spare[tier] = jobs * max(self._copy_pages(kv.policy)[tier] for kv in folding)
+                spare[tier] = jobs * max(copies[kv][tier] for kv in folding)
         return spare
 
     @staticmethod
@@ -297,6 +300,7 @@ class KVManager:
         """
         ticket, size = kv.ticket, kv.page_size
         assert ticket is not None
+        kv.num_compactions += any(len(fold.dst) < len(fold.src) for fold in ticket.folds)
         for fold in ticket.folds:
             g, first, src, dst = fold.group, fold.first, fold.src, fold.dst
             end = int(kv.num_pages[g])
@@ -306,7 +310,6 @@ class KVManager:
             kv.pages[g, first + len(dst) : first + len(dst) + len(rest)] = rest
             kv.num_pages[g] = first + len(dst) + len(rest)
             kv.evicted[g] += (len(src) - len(dst)) * size
-            kv.num_compactions += len(dst) < len(src)
             num_cold = min(max(cold - first, 0), len(src))
             if fold.dst_tier == COLD:
                 kv.cold[g] = first + len(dst)
@@ -341,7 +344,7 @@ class KVManager:
 
     def index(self, kv: KVState, tokens: list[int]) -> None:
         """Tell the prefix cache of pages that are full by now and that nothing was ever evicted from."""
-        if self.prefix is None or kv.num_indexed < 0 or kv.ticket is not None:
+        if self.prefix is None or kv.num_indexed < 0:
             return
         full, size = kv.num_tokens // kv.page_size, kv.page_size
         if full > kv.num_indexed:
@@ -406,7 +409,7 @@ class KVManager:
         for tier, pool in enumerate(self.pools):
             keep = self._headroom(tier) + pool.surplus + max(0, spare[tier] - flying[tier])
             need = max(len(swapped.host_pages[tier]), kv.reserve[tier])
-            if not kv.reserved and tier == HOT:
+            if not kv.reserved and tier == HOT and self.live:
                 need += margin + kv.num_groups
             if pool.num_available - keep < need:
                 return None

@@ -80,7 +80,7 @@ class KVState:
         window_slot   query window lent to the sequence, 0: none
         reserve       pages per tier promised at admission; 0 where the sequence takes what is free
         num_cached    tokens taken from the prefix cache at admission
-        num_indexed   leading pages the prefix cache was told of; -1: no more, since a fold was launched
+        num_indexed   leading pages the prefix cache was told of; -1: no more, since a fold is visible
 
     All groups stay in phase: what a group has evicted is a multiple of the page size, so every group opens a new
     page at the same token.

@@ -29,7 +29,7 @@ class _Rows:
         num_layers, slots, width, num_q, dim = kv.window.shape
         num_kv = kv.group_of.shape[1]
         window = kv.window.view(num_layers, slots, width, num_kv, num_q // num_kv, dim)
-        return window[layers, jobs.window_slots[:, None], :, heads].float()
+        return window[layers, jobs.window_slots[:, None], :, heads].to(kv.row_dtype)
 
     def keys(self) -> Tensor:
         return self._backend.read_rows(*self._args, "k")
@@ -96,9 +96,13 @@ class Compressor:
                 self.backend.compact(self.kv, jobs, part, keep, {})
                 continue
             ctx = self._context(jobs, part, policy)
-            scores = SCORERS.build(policy.scorer).score(ctx)
+            scores = self.score(ctx, policy)
             keep = select_rows(scores, jobs.num_src, jobs.num_rows, keep_rows, policy.sink_tokens, policy.window)
             self.backend.compact(self.kv, jobs, part, keep, ctx.new_state)
+
+    def score(self, ctx: ScoreContext, policy: ScorePolicy) -> Tensor:
+        """float32[J, C, N]: what the policy's scorer says of the rows. A subclass may watch the scores here."""
+        return SCORERS.build(policy.scorer).score(ctx)
 
     def _context(self, jobs: JobBatch, columns: slice, policy: ScorePolicy) -> ScoreContext:
         members = self.kv.members[jobs.groups][:, columns].long()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagefold.store.format import Plane
+from pagefold.store.shim import DeviceCodec, jit, tl
 
 LARGEST = 65504.0  # of float16: inputs beyond, infinities included, are stored as this
 SMALLEST_SCALE = 2.0**-24  # of float16: scales are never 0
@@ -54,6 +55,7 @@ class MidRiseCodec:
     bits: int
     clips: tuple[float, ...]
     rotate: bool = True
+    device: DeviceCodec | None = field(default=None, compare=False)
     c_load: str = field(init=False)
 
     def __post_init__(self):
@@ -116,3 +118,64 @@ static inline float LOAD(const void *data, const void *scale, int64_t row, float
     return half_to_float(((const uint16_t *)scale)[row]);
 }
 """
+
+
+@jit
+def device_hadamard(x, N: tl.constexpr, D: tl.constexpr):
+    """`hadamard` of float32[N, D]: the same sums in the same order."""
+    for stage in tl.static_range(0, 10):
+        if (1 << stage) < D:
+            a, b = tl.split(tl.reshape(x, (N, D // 2, 2)))
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (N, D))
+    return x * (D**-0.5)
+
+
+@jit
+def device_finite(x):
+    x = tl.where(x == x, x, 0.0)
+    return tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+
+
+@jit
+def device_float16_above(x):
+    x = tl.minimum(tl.maximum(x, 2.0**-24), 65504.0)
+    near = x.to(tl.float16)
+    above = (near.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
+    return tl.minimum(tl.where(near.to(tl.float32) < x, above.to(tl.float32), near.to(tl.float32)), 65504.0)
+
+
+@jit
+def device_codes(y, scale, LARGEST_CODE: tl.constexpr):
+    """Nearest codes, ties to even, as float32: adding and subtracting 1.5 * 2^23 leaves an integer."""
+    code = tl.div_rn(y, tl.broadcast_to(scale[:, None], y.shape)) + LARGEST_CODE * 0.5
+    return (tl.minimum(tl.maximum(code, 0.0), LARGEST_CODE * 1.0) + 12582912.0) - 12582912.0
+
+
+@jit
+def store_mid_rise(data, scale, row, ok, x, N: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr, CLIPS: tl.constexpr):
+    """`MidRiseCodec.encode` of float32[N, D]."""
+    PARTS: tl.constexpr = 8 // BITS
+    LARGEST_CODE: tl.constexpr = 2**BITS - 1
+    y = device_hadamard(device_finite(x), N, D)
+    amax = tl.max(tl.abs(y), 1)
+    widest = tl.div_rn(amax, tl.full(amax.shape, LARGEST_CODE * 0.5, tl.float32))
+    least = tl.full(amax.shape, float("inf"), tl.float32)
+    best = widest
+    for clip in tl.static_range(0, 6):
+        candidate = device_float16_above(widest * CLIPS[clip])
+        e = (device_codes(y, candidate, LARGEST_CODE) - LARGEST_CODE * 0.5) * candidate[:, None] - y
+        error = tl.sum(e * e, 1)
+        best = tl.where(error < least, candidate, best)
+        least = tl.minimum(error, least)
+    code = tl.reshape(device_codes(y, best, LARGEST_CODE).to(tl.int32), (N, PARTS, D // PARTS))
+    shift = tl.arange(0, PARTS) * BITS
+    packed = tl.sum(code << shift[None, :, None], 1).to(tl.uint8)
+    j = tl.arange(0, D // PARTS)
+    tl.store(data + row[:, None] * (D // PARTS) + j[None, :], packed, mask=ok[:, None])
+    tl.store(scale + row, best.to(tl.float16), mask=ok)
+
+
+@jit
+def as_float16(bits):
+    """1024 + bits: an integer below 1024 is the mantissa of a float16 with exponent 10."""
+    return (bits.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)

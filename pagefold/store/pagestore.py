@@ -1,9 +1,20 @@
 """Where bytes live: the tensors of one tier, indexed by page."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagefold.store.format import FormatPair, Plane
+
+
+def _zeros(num_columns: int, num_pages: int, page_size: int, plane: Plane, device: torch.device | str) -> Tensor:
+    """Zeroed storage of one plane. In host memory it comes from numpy, which leaves pages untouched, and so takes no
+    memory for them, until they are written; torch would fill them."""
+    shape = (num_columns, num_pages, page_size, plane.width)
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=plane.dtype, device=device)
+    storage = np.zeros((*shape[:3], plane.bytes_per_row), np.uint8)
+    return torch.from_numpy(storage).view(plane.dtype) if plane.width else torch.zeros(shape, dtype=plane.dtype)
 
 
 class PageStore:
@@ -38,9 +49,7 @@ class PageStore:
         layout |= {f"state.{name}": plane for name, plane in state.items()}
         self.layout = layout
         self.planes: dict[str, Tensor] = {
-            name: torch.zeros(
-                num_columns, num_pages, page_size, plane.width, dtype=plane.dtype, device=device
-            ).transpose(0, 1)
+            name: _zeros(num_columns, num_pages, page_size, plane, device).transpose(0, 1)
             for name, plane in layout.items()
         }
 

@@ -1,11 +1,12 @@
 """Rows stored as they are: a cast, no scale."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from pagefold.store.format import Plane
+from pagefold.store.shim import DeviceCodec, jit, load_tile, tl
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class PlainCodec:
     dtype: torch.dtype
     c_load: str = ""
     rotate: bool = False
+    device: DeviceCodec | None = field(default=None, compare=False)
 
     def planes(self, head_dim: int) -> tuple[Plane, Plane]:
         return Plane(self.dtype, head_dim), Plane(torch.float16, 0)
@@ -33,3 +35,16 @@ class PlainCodec:
 
     def decode(self, data: Tensor, scale: Tensor, out: torch.dtype) -> Tensor:
         return data.to(out)
+
+
+@jit
+def load_plain(data, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, MMA: tl.constexpr):
+    return (load_tile(data, row, ok, D, ACROSS).to(MMA),)
+
+
+@jit
+def store_plain(data, scale, row, ok, x, D: tl.constexpr, OPTIONS: tl.constexpr):
+    """OPTIONS is (largest,), beyond which numbers, but not NaN, are cut."""
+    x = tl.where(x > OPTIONS[0], OPTIONS[0], tl.where(x < -OPTIONS[0], -OPTIONS[0], x))
+    d = tl.arange(0, D)
+    tl.store(data + row[:, None] * D + d[None, :], x.to(data.dtype.element_ty), mask=ok[:, None])

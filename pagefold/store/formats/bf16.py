@@ -5,7 +5,8 @@ from typing import ClassVar
 import torch
 
 from pagefold.store.format import FORMATS
-from pagefold.store.plain import PlainCodec
+from pagefold.store.plain import PlainCodec, load_plain, store_plain
+from pagefold.store.shim import DeviceCodec
 
 _C_LOAD = """
 static inline float LOAD(const void *data, const void *scale, int64_t row, float *restrict x) {
@@ -21,4 +22,4 @@ class BFloat16:
     """512 bytes of K and V at D = 128."""
 
     name: ClassVar[str] = "bf16"
-    k = v = PlainCodec(torch.bfloat16, _C_LOAD)
+    k = v = PlainCodec(torch.bfloat16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.bfloat16, options=(torch.inf,)))

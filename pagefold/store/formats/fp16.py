@@ -5,7 +5,8 @@ from typing import ClassVar
 import torch
 
 from pagefold.store.format import FORMATS
-from pagefold.store.plain import PlainCodec
+from pagefold.store.plain import PlainCodec, load_plain, store_plain
+from pagefold.store.shim import DeviceCodec
 
 _C_LOAD = """
 static inline float LOAD(const void *data, const void *scale, int64_t row, float *restrict x) {
@@ -29,4 +30,4 @@ class Float16:
     """512 bytes of K and V at D = 128."""
 
     name: ClassVar[str] = "fp16"
-    k = v = PlainCodec(torch.float16, _C_LOAD)
+    k = v = PlainCodec(torch.float16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.float16, options=(65504.0,)))

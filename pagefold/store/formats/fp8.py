@@ -1,13 +1,14 @@
 """8-bit floating-point rows (e4m3fn: no infinities, largest 448) with one scale a row."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from pagefold.store.format import FORMATS, Plane
-from pagefold.store.lowbit import finite, float16_above
+from pagefold.store.lowbit import device_finite, device_float16_above, finite, float16_above
+from pagefold.store.shim import DeviceCodec, jit, load_tile, tl
 
 LARGEST = 448.0
 
@@ -21,6 +22,7 @@ class Float8Codec:
 
     c_load: str
     rotate: bool = False
+    device: DeviceCodec | None = field(default=None, compare=False)
 
     def planes(self, head_dim: int) -> tuple[Plane, Plane]:
         return Plane(torch.float8_e4m3fn, head_dim), Plane(torch.float16, 1)
@@ -53,9 +55,62 @@ static inline float LOAD(const void *data, const void *scale, int64_t row, float
 """
 
 
+@jit
+def load_e4m3(data, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, MMA: tl.constexpr):
+    """Even and odd channels. A 16-bit word is a pair of them, so that tiles can be transposed on their way out of
+    shared memory, which works on 16 bits; float16 holds every e4m3."""
+    x = load_tile(data.to(tl.pointer_type(tl.uint16), bitcast=True), row, ok, D // 2, ACROSS)
+    if MMA == tl.float16:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 sorted;
+            .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }
+            """,
+            "=r,=r,r",
+            args=[x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        even = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        odd = (x >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return even.to(MMA), odd.to(MMA)
+
+
+@jit
+def round_e4m3(x):
+    """Nearest e4m3 as float32, ties to even, |x| <= 448: a step is an eighth of the power of two below, 2^-9 at least.
+    Casts differ in how they round (Triton's interpreter loses the carry into the exponent); of these none has to."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = tl.maximum(power, 2.0**-6) * (1.5 * 2.0**20)
+    return (x + shift) - shift
+
+
+@jit
+def store_e4m3(data, scale, row, ok, x, D: tl.constexpr, OPTIONS: tl.constexpr):
+    x = device_finite(x)
+    amax = tl.max(tl.abs(x), 1)
+    step = device_float16_above(tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)))
+    y = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape))
+    y = round_e4m3(tl.minimum(tl.maximum(y, -448.0), 448.0)).to(tl.float8e4nv)
+    d = tl.arange(0, D)
+    tl.store(data + row[:, None] * D + d[None, :], y.to(tl.uint8, bitcast=True), mask=ok[:, None])
+    tl.store(scale + row, step.to(tl.float16), mask=ok)
+
+
+DEVICE = DeviceCodec(load_e4m3, store_e4m3, torch.float16, pairs=2, bias=(0.0, 0.0), gain=(1.0, 1.0))
+
+
 @FORMATS.add
 class Float8:
     """260 bytes of K and V at D = 128."""
 
     name: ClassVar[str] = "fp8"
-    k = v = Float8Codec(_C_LOAD)
+    k = v = Float8Codec(_C_LOAD, device=DEVICE)

@@ -2,9 +2,73 @@
 
 from typing import ClassVar
 
+import torch
+
 from pagefold.store.format import FORMATS
 from pagefold.store.formats.int4 import INT4
-from pagefold.store.lowbit import MidRiseCodec
+from pagefold.store.lowbit import MidRiseCodec, as_float16, store_mid_rise
+from pagefold.store.shim import DeviceCodec, jit, load_tile, tl
+
+
+@jit
+def load_int2(data, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, MMA: tl.constexpr):
+    """Even and odd bytes of each part of a row as 1024 + code * (1, 4, 16, 64); see `load_int4`."""
+    x = load_tile(data.to(tl.pointer_type(tl.uint16), bitcast=True), row, ok, D // 8, ACROSS)
+    if MMA == tl.float16:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 odd;
+            shr.b32 odd, $8, 8;
+            lop3.b32 $0, $8, 0x00030003, 0x64006400, 0xEA;
+            lop3.b32 $1, odd, 0x00030003, 0x64006400, 0xEA;
+            lop3.b32 $2, $8, 0x000C000C, 0x64006400, 0xEA;
+            lop3.b32 $3, odd, 0x000C000C, 0x64006400, 0xEA;
+            lop3.b32 $4, $8, 0x00300030, 0x64006400, 0xEA;
+            lop3.b32 $5, odd, 0x00300030, 0x64006400, 0xEA;
+            lop3.b32 $6, $8, 0x00C000C0, 0x64006400, 0xEA;
+            lop3.b32 $7, odd, 0x00C000C0, 0x64006400, 0xEA;
+            }
+            """,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            args=[x],
+            dtype=(
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+                tl.float16,
+            ),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        odd = x >> 8
+        first, first_odd = as_float16(x & 0x03).to(MMA), as_float16(odd & 0x03).to(MMA)
+        second, second_odd = as_float16(x & 0x0C).to(MMA), as_float16(odd & 0x0C).to(MMA)
+        third, third_odd = as_float16(x & 0x30).to(MMA), as_float16(odd & 0x30).to(MMA)
+        fourth, fourth_odd = as_float16(x & 0xC0).to(MMA), as_float16(odd & 0xC0).to(MMA)
+        return first, first_odd, second, second_odd, third, third_odd, fourth, fourth_odd
+
+
+@jit
+def store_int2(data, scale, row, ok, x, D: tl.constexpr, OPTIONS: tl.constexpr):
+    store_mid_rise(data, scale, row, ok, x, x.shape[0], D, 2, OPTIONS)
+
+
+CLIPS = (1.0, 0.8, 0.67, 0.6, 0.53, 0.46)
+DEVICE = DeviceCodec(
+    load_int2,
+    store_int2,
+    torch.float16,
+    pairs=2,
+    bias=(1025.5, 1025.5, 1030.0, 1030.0, 1048.0, 1048.0, 1120.0, 1120.0),  # 1024 + 1.5 * (1, 4, 16, 64)
+    gain=(1.0, 1.0, 1 / 4, 1 / 4, 1 / 16, 1 / 16, 1 / 64, 1 / 64),
+    options=CLIPS,
+)
 
 
 @FORMATS.add
@@ -13,4 +77,4 @@ class K4V2:
 
     name: ClassVar[str] = "k4v2"
     k = INT4
-    v = MidRiseCodec(bits=2, clips=(1.0, 0.8, 0.67, 0.6, 0.53, 0.46))
+    v = MidRiseCodec(bits=2, clips=CLIPS, device=DEVICE)

@@ -1,0 +1,333 @@
+"""The command line: `pagefold generate`, `chat`, `inspect`, `bench`, `eval`, `profile`.
+
+Engine and sampling flags are made from the fields of `EngineConfig` and `SamplingParams`, so they cannot drift apart.
+Whatever needs torch is imported by the verb that uses it.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import json
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from pagefold import __version__
+from pagefold.core.config import EngineConfig
+from pagefold.core.types import InputError, Request, SamplingParams
+
+ALIASES = {"page_size": ["--block-size"], "num_pages": ["--num-gpu-blocks-override"]}  # as vLLM calls them
+REFUSED, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Input that cannot be served is one line on stderr and exit code 2."""
+    try:
+        args = build_parser().parse_args(argv)
+        return args.func(args) or 0
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and which option was probably meant."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        """Each subcommand refuses what it does not know itself, since only it knows its options."""
+        known, extra = super().parse_known_args(args, namespace)
+        if extra:
+            option = extra[0].split("=")[0]
+            if not option.startswith("-"):
+                raise InputError(option, f"unexpected argument of {self.prog}")
+            options = sorted(self._option_string_actions)
+            close = difflib.get_close_matches(option, options, n=2, cutoff=0.7)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(options)}"
+            raise InputError(option, f"unknown option of {self.prog}; {hint}")
+        return known, extra
+
+
+def build_parser() -> argparse.ArgumentParser:
+    from pagefold.eval.cli import add_parsers
+
+    parser = _Parser(prog="pagefold", description="Serve language models in a fraction of the KV memory.")
+    parser.add_argument("--version", action="version", version=__version__)
+    verbs = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = _verb(verbs, "generate", _generate, "continue prompts")
+    source = generate.add_mutually_exclusive_group()
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
+    fields = "prompt, messages or prompt_token_ids, and sampling fields"
+    source.add_argument("--input", metavar="FILE", help=f"JSONL file of requests: {fields}")
+    generate.add_argument("--output", metavar="FILE", help="JSONL file of answers; default: stdout")
+    _add_sampling_flags(generate, max_tokens=256)
+
+    chat = _verb(verbs, "chat", _chat, "talk to a model; /reset forgets, /stats counts KV rows, /quit ends")
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    _add_sampling_flags(chat, max_tokens=512, temperature=0.7)
+
+    _verb(verbs, "inspect", _inspect, "what a model is and how much KV fits, without loading weights")
+
+    bench = verbs.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="COMMAND")
+    _add_throughput_flags(_verb(bench, "throughput", _throughput, "output tokens per second, and peers beside it"))
+
+    add_parsers(verbs)
+    return parser
+
+
+def _verb(verbs: Any, name: str, func: Callable[[argparse.Namespace], int | None], text: str) -> _Parser:
+    parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.set_defaults(func=func)
+    model = next(leaf for leaf in EngineConfig.leaves() if leaf.name == "model")
+    parser.add_argument("model", nargs="?", default=model.default, help=f"{model.metadata['help']} ({model.default})")
+    group = parser.add_argument_group("engine")
+    for leaf in EngineConfig.leaves():
+        if leaf is not model:
+            _add_flag(group, leaf, leaf.metadata["help"], leaf.default)
+    return parser
+
+
+# ---- flags from fields
+
+
+def _add_sampling_flags(parser: _Parser, **defaults: Any) -> None:
+    """A flag per field of SamplingParams; those that the engine's flags set for all requests are not repeated."""
+    group = parser.add_argument_group("sampling, as in pagefold.SamplingParams")
+    engine = {leaf.name for leaf in EngineConfig.leaves()}
+    parser.set_defaults(**defaults)
+    for field in dataclasses.fields(SamplingParams):
+        if field.name not in engine:
+            _add_flag(group, field, "", defaults.get(field.name, field.default))
+
+
+def _add_flag(group: Any, field: dataclasses.Field, text: str, default: object) -> None:
+    """Values are only in the namespace if they were given (or set as a parser default)."""
+    names = [f"--{field.name.replace('_', '-')}", *ALIASES.get(field.name, [])]
+    shown = "" if default in (None, ()) else f"(default: {default})"
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    options["help"] = f"{text} {shown}".strip().replace("%", "%%")
+    if field.type is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
+        return
+    kind, repeated = _kind_of(field.type)
+    if repeated:
+        options["action"] = "append"
+    choices = field.metadata.get("choices")
+    metavar = "{" + ",".join(choices) + "}" if choices else {int: "N", float: "X", str: "TEXT", dict: "JSON"}[kind]
+    group.add_argument(*names, type=_parser_of(kind), metavar=metavar, **options)
+
+
+def _kind_of(annotation: Any) -> tuple[type, bool]:
+    """What one value of a field is (int, float, str or dict), and whether the field is a tuple of them."""
+    if isinstance(annotation, types.UnionType):
+        return _kind_of(next(kind for kind in typing.get_args(annotation) if kind is not types.NoneType))
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], True
+    return typing.get_origin(annotation) or annotation, False
+
+
+def _parser_of(kind: type) -> Callable[[str], Any]:
+    words = {int: "an integer", float: "a number", dict: "a JSON object"}
+
+    def parse(text: str) -> Any:
+        try:
+            return json.loads(text) if kind is dict else kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"got {text!r}, must be {words[kind]}") from None
+
+    return parse
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `EngineConfig` that were given, and the model."""
+    return {leaf.name: getattr(args, leaf.name) for leaf in EngineConfig.leaves() if hasattr(args, leaf.name)}
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+    engine = {leaf.name for leaf in EngineConfig.leaves()}
+    names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in engine]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+# ---- generate
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from pagefold.bench.workloads import prompt_tokens, read_requests, request_sampling
+    from pagefold.engine.llm import LLM
+
+    if not args.prompt and not args.input:
+        raise InputError("prompt", "nothing to do, give --prompt or --input")
+    options, defaults = engine_options(args), sampling_options(args)
+    EngineConfig.from_options(**options)  # a bad option is told before a long file is read
+    SamplingParams(**defaults)
+    entries = [{"prompt": text} for text in args.prompt] if args.prompt else read_requests(args.input)
+    with _opened(args.output) as out:
+        llm = LLM(**options)
+        answers: dict[int, dict[str, Any]] = {}
+        for index, entry in enumerate(entries):
+            try:
+                if isinstance(entry, InputError):
+                    raise entry
+                tokens, sampling = prompt_tokens(entry, llm.tokenizer), request_sampling(entry, defaults)
+                llm.engine.add(Request(str(index), tuple(tokens), sampling))
+            except InputError as error:
+                if args.prompt:
+                    raise
+                answers[index] = {"index": index, "error": {"message": str(error), "param": error.field}}
+        refused, written = len(answers), 0
+        for output in llm._steps(len(entries) - refused, use_tqdm=True):
+            index = int(output.request_id)
+            answers[index] = {
+                "index": index,
+                "prompt_tokens": len(output.prompt_token_ids),
+                "cached_tokens": output.num_cached_tokens,
+                "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
+            }
+            while written in answers:  # in the order of the requests, as early as possible
+                _write_answer(out, answers.pop(written), plain=bool(args.prompt) and not args.output)
+                written += 1
+        for index in sorted(answers):
+            _write_answer(out, answers[index], plain=False)
+    if refused:
+        print(f"{refused} of {len(entries)} requests were refused", file=sys.stderr)
+    return 0
+
+
+def _write_answer(out: typing.TextIO, answer: dict[str, Any], plain: bool) -> None:
+    if plain:
+        text = "\n\n".join(completion["text"] for completion in answer["outputs"])
+    else:
+        text = json.dumps(answer, ensure_ascii=False)
+    print(text, file=out, flush=True)
+
+
+@contextlib.contextmanager
+def _opened(path: str | None) -> Iterator[typing.TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    try:
+        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - errors of opening only
+    except OSError as error:
+        raise InputError("output", f"{path} cannot be written: {error}") from None
+    with file:
+        yield file
+
+
+# ---- chat
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from pagefold.engine.llm import LLM
+
+    sampling = SamplingParams(**sampling_options(args))
+    llm = LLM(**engine_options(args))
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    messages, usage, turn = list(opening), None, 0
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if line == "/quit":
+            return 0
+        if line == "/reset":
+            messages = list(opening)
+        elif line == "/stats":
+            print(_usage_words(usage))
+        elif line.startswith("/"):
+            print(f"unknown command {line}; known: /reset, /stats, /quit")
+        elif line:
+            turn += 1
+            try:
+                answer, usage = _stream(llm, f"turn-{turn}", [*messages, {"role": "user", "content": line}], sampling)
+            except InputError as error:
+                print(f"error: {error}; /reset starts over")
+                continue
+            messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+
+
+def _stream(llm: Any, request_id: str, messages: list[dict[str, str]], sampling: SamplingParams) -> tuple[str, Any]:
+    """Print an answer as it comes; Ctrl-C ends it early. Returns its text and its KV usage."""
+    tokens = llm.tokenizer.apply_chat_template(messages)
+    llm.engine.add(Request(request_id, tuple(tokens), sampling))
+    text, usage = "", None
+    try:
+        while llm.engine.has_work:
+            for output in llm.engine.step():
+                new = output.outputs[0].text
+                print(new[len(text) :], end="", flush=True)
+                text, usage = new, output.kv
+    except KeyboardInterrupt:
+        llm.engine.abort(request_id)
+    print()
+    return text, usage
+
+
+def _usage_words(usage: Any) -> str:
+    if usage is None:
+        return "nothing was said yet"
+    return (
+        f"{usage.rows_kept:.0f} rows a head kept of {usage.tokens} seen, after {usage.compactions} compactions; "
+        f"{usage.bytes / 1e6:.1f} MB of pages, {usage.peak_bytes / 1e6:.1f} MB at most"
+    )
+
+
+# ---- inspect and bench
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from pagefold.bench.inspection import print_inspection
+
+    print_inspection(EngineConfig.from_options(**engine_options(args)))
+
+
+def _add_throughput_flags(parser: _Parser) -> None:
+    group = parser.add_argument_group("work (default: 8 random prompts, 128 tokens in, 128 out)")
+    group.add_argument("--suite", choices=["cpu"], help="W1 and W2, full and folded, in bfloat16 and float32")
+    group.add_argument("--dataset", metavar="FILE", help="JSONL file of requests, as for `pagefold generate`")
+    group.add_argument("--num-requests", type=_parser_of(int), default=8, metavar="N")
+    group.add_argument("--input-len", type=_parser_of(int), default=128, metavar="TOKENS")
+    group.add_argument("--output-len", type=_parser_of(int), default=128, metavar="TOKENS")
+    group.add_argument("--peer", action="append", default=[], choices=["transformers", "vllm"], help="may be repeated")
+    python = "interpreter that has the peers, or PEER=PATH for one of them; default: this one"
+    group.add_argument("--peer-python", action="append", default=[], metavar="PATH", help=python)
+    group.add_argument("--threads", type=_parser_of(int), metavar="N", help="CPU threads; default: all cores")
+    group.add_argument("--json", metavar="FILE", help="write every figure")
+
+
+def _throughput(args: argparse.Namespace) -> int:
+    from pagefold.bench import throughput, workloads
+    from pagefold.models.sources import resolve
+
+    options = engine_options(args)
+    EngineConfig.from_options(**options)
+    pythons = dict.fromkeys(args.peer)
+    for text in args.peer_python:
+        name, equals, path = text.partition("=")
+        pythons |= {name: path} if equals else dict.fromkeys(args.peer, text)
+    if args.suite:
+        cases = throughput.suite_cases(options)
+    elif args.dataset:
+        tokenizer = resolve(args.model).tokenizer()
+        work = workloads.dataset_workload(args.dataset, tokenizer, args.output_len)
+        cases = [throughput.single_case(args.dataset, options, work)]
+    else:
+        cases = [throughput.random_case(options, args.num_requests, args.input_len, args.output_len)]
+    return 0 if throughput.run_throughput(cases, pythons, args.threads, args.json) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

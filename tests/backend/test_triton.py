@@ -1,0 +1,233 @@
+"""The Triton kernels, interpreted on the CPU, do to every byte what the reference does.
+
+The interpreter must be chosen before kernels are defined, so a plain run starts this file again in a process of its
+own; `TRITON_INTERPRET=1 pytest tests/backend/test_triton.py` runs the tests themselves.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the package triton")
+
+from pagefold.backends.reference import Reference
+from pagefold.backends.triton.backend import TritonBackend
+from pagefold.backends.triton.plan import DecodeShape
+from pagefold.store.format import FORMATS, Plane, parse_format
+from tests.backend.cases import (
+    LAYOUTS,
+    Case,
+    bytes_of,
+    copy_of,
+    make_batch,
+    make_jobs,
+    make_keep,
+    make_view,
+    new_tokens,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+
+STATE = {"score": Plane(torch.float32, 1), "pair": Plane(torch.float16, 2)}
+ONE_TIER = [(name, None) for name in FORMATS.names() if name != "fp64"]
+TIERS = [*ONE_TIER, ("bf16", "int4"), ("int4", "k4v2"), ("fp32", "k=fp8,v=int4")]
+DECODE = [(4, 1), (1, 1), (3, 1), (2, 1)]
+MIXED = [(4, 20), (1, 1), (2, 7), (3, 3)]
+LENGTHS = (1, 7, 9, 45)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.parametrize("part", ["attention", "append", "scorers", "compaction or pages"])
+def test_in_the_interpreter(part):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", part]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+def close(ours: torch.Tensor, truth: torch.Tensor, *formats: str | None) -> None:
+    """Interpreted kernels multiply in float32. What low-bit codes stand on (1024 and more) costs some of its digits."""
+    packed = any(parse_format(name).k.rotate or parse_format(name).v.rotate for name in formats if name)
+    limit = 1e-3 if packed else 2e-5
+    assert ours.dtype == truth.dtype and ours.shape == truth.shape
+    torch.testing.assert_close(ours, truth, atol=limit, rtol=limit)
+
+
+def differing(ours, theirs) -> list[str]:
+    """Names of planes in which two caches differ."""
+    ours, theirs = bytes_of(ours), bytes_of(theirs)
+    return [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+
+
+@interpreted
+@pytest.mark.parametrize("chunks", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("hot, cold", TIERS)
+@pytest.mark.parametrize("layout", ["uniform", "mixed"])
+def test_attention(layout, hot, cold, chunks):
+    case = Case(layout, hot, cold, LENGTHS, head_dim=64)
+    view = make_view(case)
+    batch = make_batch(view, case, chunks)
+    q, _, _ = new_tokens(view, case, batch)
+    close(TritonBackend().attend(view, 1, q, batch, 0.3), Reference().attend(view, 1, q, batch, 0.3), hot, cold)
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", [16, 64, 128])
+@pytest.mark.parametrize("per_head, head_dim", [(1, 64), (3, 128), (16, 64)])
+@pytest.mark.parametrize("hot, cold", [("bf16", "int4"), ("k4v2", None)])
+def test_attention_whatever_the_page_size_and_the_number_of_heads(hot, cold, per_head, head_dim, page_size):
+    """Tiles of rows span several pages, or are a part of one."""
+    case = Case("mixed", hot, cold, (33, 300), page_size, per_head, head_dim)
+    view = make_view(case)
+    for chunks in ([(1, 1), (2, 1)], [(2, 6), (1, 1)]):
+        batch = make_batch(view, case, chunks)
+        q, _, _ = new_tokens(view, case, batch)
+        ours = TritonBackend().attend(view, 1, q, batch, 0.1)
+        close(ours, Reference().attend(view, 1, q, batch, 0.1), hot, cold)
+
+
+@interpreted
+@pytest.mark.parametrize("hot, cold", [("fp32", None), ("int4", None), ("bf16", "k4v2")])
+@pytest.mark.parametrize("min_rows, programs", [(16, 8), (16, 1000), (32, 100)])
+def test_attention_whatever_the_splits(hot, cold, min_rows, programs):
+    """Including splits that get no rows, and heads that have none in a tier."""
+    case = Case("mixed", hot, cold, (1, 100, 40), head_dim=64)
+    view = make_view(case)
+    batch = make_batch(view, case, [(2, 1), (1, 1), (3, 1)])
+    q, _, _ = new_tokens(view, case, batch)
+    shape = DecodeShape(tile=16, warps=1, stages=1, programs=programs, min_rows=min_rows)
+    close(TritonBackend(shape).attend(view, 2, q, batch, 0.3), Reference().attend(view, 2, q, batch, 0.3), hot, cold)
+
+
+@interpreted
+def test_padding_of_a_batch_changes_nothing_in_attention():
+    """Slot 0 is nobody's: a captured graph fills its batch with tokens of it."""
+    case = Case("mixed", "bf16", lengths=LENGTHS, head_dim=64)
+    view = make_view(case)
+    batch = make_batch(view, case, DECODE)
+    q, _, _ = new_tokens(view, case, batch)
+    out = TritonBackend().attend(view, 0, q, batch, 0.3)
+    pad = lambda x, value: torch.cat((x, torch.full((2,), value, dtype=x.dtype)))  # noqa: E731
+    padded = dataclasses.replace(
+        batch,
+        plan=None,
+        slots=pad(batch.slots, 0),
+        seq_lens=pad(batch.seq_lens, 1),
+        q_start=torch.arange(len(DECODE) + 3),
+        host_q_lens=batch.host_q_lens + [1, 1],
+        host_slots=batch.host_slots + [0, 0],
+        host_seq_lens=batch.host_seq_lens + [1, 1],
+    )
+    close(TritonBackend().attend(view, 0, torch.cat((q, q[:2])), padded, 0.3)[: len(q)], out, "bf16")
+
+
+@interpreted
+@pytest.mark.parametrize("hot, cold", [*ONE_TIER, ("bf16", "int4")])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_append_writes_the_same_bytes(layout, hot, cold):
+    """Rows, cleared state and the window's queries. (bfloat16 rows of a bfloat16 model: the interpreter's casts to
+    that type cut where the hardware rounds.)"""
+    case = Case(layout, hot, cold, state=STATE, head_dim=64, dtype=torch.bfloat16 if hot == "bf16" else torch.float32)
+    ours = make_view(case)
+    theirs = copy_of(ours)
+    chunks = [(5, 9), (2, 1), (3, 2), (1, 1)]
+    tokens = new_tokens(ours, case, make_batch(ours, case, chunks))
+    TritonBackend().append(ours, 1, *tokens, make_batch(ours, case, chunks, window=True))
+    Reference().append(theirs, 1, *tokens, make_batch(theirs, case, chunks, window=True))
+    assert differing(ours, theirs) == []
+
+
+@interpreted
+@pytest.mark.parametrize("hot", ["fp16", "fp8", "int4", "k4v2"])
+def test_append_follows_the_policy_for_extremes(hot):
+    case = Case(hot=hot, lengths=(12,), head_dim=64)
+    ours = make_view(case)
+    theirs = copy_of(ours)
+    batch = make_batch(ours, case, [(1, 6)])
+    q, k, v = new_tokens(ours, case, batch)
+    k[0, 0, 5], k[1, 1, 7], k[2, 0, 0], k[3], v[4, 1, 9], v[5] = torch.nan, torch.inf, -torch.inf, 0.0, 1e30, 1e-40
+    TritonBackend().append(ours, 0, q, k, v, batch)
+    Reference().append(theirs, 0, q, k, v, batch)
+    assert differing(ours, theirs) == []
+
+
+@interpreted
+@pytest.mark.parametrize("hot, cold", TIERS)
+@pytest.mark.parametrize("first_page", [0, 1])
+def test_what_scorers_read(hot, cold, first_page):
+    case = Case("mixed", hot, cold, (17, 45, 30), head_dim=64, per_head=3, num_window=5, state=STATE)
+    view = make_view(case)
+    jobs = make_jobs(view, case, dst_tier=0, first_page=first_page)
+    ours, theirs = TritonBackend(), Reference()
+    for columns, across in ((slice(None), "max"), (slice(1, 2), "mean")):
+        scores = ours.window_scores(view, jobs, columns, 0.3, across)
+        close(scores, theirs.window_scores(view, jobs, columns, 0.3, across), hot, cold)
+        for role in ("k", "v"):
+            rows = ours.read_rows(view, jobs, columns, role)
+            close(rows, theirs.read_rows(view, jobs, columns, role), hot, cold)
+        for name in STATE:
+            state = ours.read_state(view, jobs, columns, name)
+            assert torch.equal(state, theirs.read_state(view, jobs, columns, name))
+
+
+@interpreted
+@pytest.mark.parametrize("hot, cold", TIERS)
+@pytest.mark.parametrize("layout", ["by_layer", "mixed"])
+def test_compaction_writes_the_same_bytes(layout, hot, cold):
+    case = Case(layout, hot, cold, (17, 45, 30), head_dim=64, state=STATE)
+    for dst_tier in range(1 + case.two_tiers):
+        if dst_tier == 0 and (hot, cold) == ("bf16", "int4"):
+            continue  # back to bfloat16: the interpreter's cast
+        ours = make_view(case)
+        theirs = copy_of(ours)
+        jobs = make_jobs(ours, case, dst_tier, first_page=1)
+        num_columns = ours.members.shape[1]
+        for columns in (slice(0, 1), slice(1, num_columns)):
+            keep = make_keep(jobs, len(range(num_columns)[columns]), case.page_size)
+            state = {"score": torch.rand(*keep.shape[:2], jobs.max_src, 1)}
+            TritonBackend().compact(ours, jobs, columns, keep, state)
+            Reference().compact(theirs, jobs, columns, keep, state)
+        assert differing(ours, theirs) == []
+
+
+@interpreted
+@pytest.mark.parametrize("hot", FORMATS.names())
+def test_swapped_pages_are_byte_identical(hot):
+    device, host, reference_host = (make_view(Case(hot=hot, state=STATE, seed=seed)) for seed in (0, 1, 1))
+    src, dst = torch.tensor([3, 9, 4]), torch.tensor([7, 2, 11])
+    TritonBackend().copy_pages(device.tiers[0], src, host.tiers[0], dst)
+    Reference().copy_pages(device.tiers[0], src, reference_host.tiers[0], dst)
+    assert differing(host, reference_host) == []
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS.names() if name != "fp64"])
+def test_pieces_of_a_row_are_where_the_codec_says(format):
+    """`DeviceCodec` describes the same packing as the codec's own `decode_stored`."""
+    codec = parse_format(format).v
+    data, scale = codec.encode(torch.randn(7, 64))
+    number = codec.decode_stored(data, scale, torch.float32)
+    device = codec.device
+    if device.num_pieces > 1:
+        words = data.view(torch.uint8).view(torch.int16).int() & 0xFFFF
+        even, odd = words & 0xFF, words >> 8
+        if format == "fp8":
+            pieces = [part.to(torch.uint8).view(torch.float8_e4m3fn).float() for part in (even, odd)]
+        else:
+            bits = codec.bits
+            masks = [(2**bits - 1) << shift for shift in range(0, 8, bits)]
+            pieces = [1024.0 + (part & mask).float() for mask in masks for part in (even, odd)]
+        assert torch.equal(device.numbers(pieces) * scale.float(), number)
+    else:
+        assert torch.equal(device.numbers([data]), number)
+
+
+def test_a_format_without_kernels_is_refused_by_name():
+    view = make_view(Case(hot="fp64"))
+    batch = make_batch(view, Case(hot="fp64"), DECODE)
+    with pytest.raises(ValueError, match="backend triton: no kernels for PlainCodec.*float64.*use one of bf16"):
+        TritonBackend().append(view, 0, *new_tokens(view, Case(), batch), batch)

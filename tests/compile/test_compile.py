@@ -1,0 +1,163 @@
+"""Every kernel, as the backend launches it, compiles for real devices on a machine that has none, within its limits.
+
+The backend runs on host tensors with its kernels replaced by recorders; what they were given is compiled ahead of time.
+"""
+
+import dataclasses
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs the package triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pagefold.backends.triton import backend as module
+from pagefold.backends.triton.backend import TritonBackend
+from pagefold.store.format import Plane, parse_format
+from tests.backend.cases import Case, make_batch, make_jobs, make_keep, make_view, new_tokens
+
+POINTER = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.uint8: "*u8",
+}
+KERNELS = [name for name, value in vars(module).items() if isinstance(value, triton.JITFunction)]
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SHARED = {80: 166912, 90: 232448}  # bytes a program may use
+
+
+@dataclasses.dataclass
+class Launch:
+    kernel: triton.JITFunction
+    args: dict
+
+    def compile(self, capability: int):
+        signature, constants, attributes = {}, {}, {}
+        for i, param in enumerate(self.kernel.params):
+            value = self.args[param.name]
+            if param.is_constexpr:
+                signature[param.name], constants[(i,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[param.name] = POINTER[value.dtype]
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[param.name] = "fp32" if isinstance(value, float) else "i32"
+                if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
+        options = {name: self.args[name] for name in ("num_warps", "num_stages") if name in self.args}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+class Recorder:
+    """Stands for a kernel: keeps what it is launched with."""
+
+    def __init__(self, kernel, launches: list[Launch]):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        assert all(0 < size < 65536 for size in grid[1:]) and grid[0] > 0
+        return lambda *args, **options: self.launches.append(
+            Launch(self.kernel, dict(zip(self.kernel.arg_names, args, strict=False)) | options)
+        )
+
+
+def launches_of(monkeypatch, call: str, hot: str, cold: str | None, head_dim: int, page_size: int = 64) -> list[Launch]:
+    """What one call of the backend launches, for a bfloat16 model with 4 query heads per KV head."""
+    found: list[Launch] = []
+    for name in KERNELS:
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
+    state = {"score": Plane(torch.float32, 1)} if call == "compact" else {}
+    case = Case(
+        "mixed", hot, cold, (300, 700), page_size, 4, head_dim, num_window=16, dtype=torch.bfloat16, state=state
+    )
+    view = make_view(case)
+    batch = make_batch(view, case, [(2, 9), (1, 1)] if call == "prefill" else [(2, 1), (1, 1)])
+    q, k, v = new_tokens(view, case, batch)
+    jobs = make_jobs(view, case, dst_tier=1 if cold else 0)
+    backend, columns = TritonBackend(), slice(None)
+    match call:
+        case "decode" | "prefill":
+            backend.attend(view, 1, q, batch, 0.1)
+        case "append":
+            backend.append(view, 1, q, k, v, batch)
+        case "window_scores":
+            backend.window_scores(view, jobs, columns, 0.1)
+        case "read_rows":
+            backend.read_rows(view, jobs, columns, "v")
+        case "compact":
+            backend.compact(view, jobs, columns, make_keep(jobs, view.members.shape[1], page_size), {})
+    assert found
+    return found
+
+
+def instructions(cubin: bytes, folder: Path) -> tuple[list[str], int]:
+    """(opcodes of the longest loop, registers), from the machine code."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.run([TOOLS / "nvdisasm", "-c", path], capture_output=True, text=True, check=True).stdout
+    usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    labels, ops, loop = {}, [], (0, 0)
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(ops)
+        elif op := re.match(r"\s+(?:/\*[0-9a-f]+\*/)?\s*(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_.]*)(.*);", line):
+            ops.append(op[1])
+            target = re.search(r"\.L_x_\d+", op[2]) if op[1].startswith("BRA") else None
+            start = labels.get(target[0], len(ops)) if target else len(ops)
+            loop = max(loop, (start, len(ops)), key=lambda span: span[1] - span[0])
+    return ops[slice(*loop)], int(re.search(r"REG:(\d+)", usage)[1])
+
+
+CALLS = ["decode", "prefill", "append", "window_scores", "read_rows", "compact"]
+TIERS = [("fp32", None), ("bf16", None), ("fp16", None), ("fp8", None), ("int4", None), ("k4v2", None), ("bf16", "int4")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("hot, cold", TIERS)
+@pytest.mark.parametrize("call", CALLS)
+def test_kernels_compile_within_the_limits_of_the_device(monkeypatch, tmp_path, call, hot, cold, head_dim, capability):
+    if capability < 89 and "fp8" in (hot, cold):
+        pytest.skip("e4m3 needs compute capability 8.9")
+    for launch in launches_of(monkeypatch, call, hot, cold, head_dim):
+        compiled = launch.compile(capability)
+        assert compiled.metadata.shared <= SHARED[capability]
+        loop, _ = instructions(compiled.asm["cubin"], tmp_path)
+        assert not [op for op in loop if op.startswith(("LDL", "STL"))], f"{launch.kernel.__name__} spills"
+
+
+# lane-instructions of the decode loop for each byte of K and V. An H200 can issue 7.8 for each byte that it reads, at
+# 1.98 GHz and 4.3 TB/s; what a kernel stays below that is what it has left to hide latency.
+BUDGET = {"bf16": 1.45, "fp8": 2.6, "int4": 4.3, "k4v2": 5.2}
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("format", BUDGET)
+def test_decode_loops_stay_within_their_instruction_budget(monkeypatch, tmp_path, format, page_size):
+    """And use tensor cores, wide asynchronous loads, no conversions from integers, no byte-wide access to codes."""
+    launch = next(
+        launch
+        for launch in launches_of(monkeypatch, "decode", format, None, 128, page_size)
+        if launch.kernel.__name__ == "decode_split"
+    )
+    loop, registers = instructions(launch.compile(90).asm["cubin"], tmp_path)
+    per_byte = len(loop) * launch.args["num_warps"] * 32 / (launch.args["N"] * parse_format(format).bytes_per_row(128))
+    assert per_byte <= BUDGET[format] * (1.1 if page_size < launch.args["N"] else 1)
+    assert registers < 255
+    assert any(op.startswith("HMMA") for op in loop) and any(op.startswith("LDGSTS") and "128" in op for op in loop)
+    assert not [op for op in loop if re.match(r"I2F|LDS\.U8|LDG\.E\.U8|LDL|STL", op)]
+
+
