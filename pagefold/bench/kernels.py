@@ -13,13 +13,14 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import ForwardInputs, KVView
+from pagefold.backends.base import ForwardInputs, JobBatch, KVView
 from pagefold.backends.triton.backend import TritonBackend
-from pagefold.backends.triton.plan import DecodeShape, Shape, decode_shape, device_codec
+from pagefold.backends.triton.plan import DecodeShape, Shape, decode_shape, device_codec, multiprocessors
 from pagefold.store.format import parse_format
 from pagefold.store.pagestore import PageStore
 
@@ -27,6 +28,7 @@ DEVICE = "cuda"
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 DECODE = [(64, 1024), (64, 4096), (256, 1024), (256, 4096), (6, 131072), (1, 131072)]  # sequences, tokens of each
+PROBES = [(64, 4096), (6, 131072)]
 PREFILL = [(8192, 8192), (8192, 32768), (2048, 32768)]  # new tokens, tokens in all
 LAYER_BYTES = 3 << 28  # of all layers that a timed graph reads: many times the L2 cache
 LIMIT = 1e-2  # relative error that a kernel may have
@@ -96,7 +98,7 @@ class Cache:
         self.layers = max(1, min(8, math.ceil(LAYER_BYTES / self.layer_bytes)))
         num_pages = self.batch * self.length // self.max_page + 1
         self.store = PageStore(pair, num_pages, self.layers * KV_HEADS, self.max_page, HEAD_DIM, {}, DEVICE)
-        for name, plane in self.store.planes.items():
+        for plane in self.store.planes.values():
             if plane.shape[-1]:
                 fill(plane.transpose(0, 1))
         if "fp8" in self.format:
@@ -150,7 +152,7 @@ class Cache:
 
 
 def relative_error(kv: KVView, q: Tensor, out: Tensor, layer: int, q_len: int, length: int, sequences: list[int]):
-    """Largest relative error of whole heads against float32 attention by torch over decoded rows, a few queries each."""
+    """Largest relative error of a head's output against float32 attention by torch over decoded rows, a few queries."""
     store, worst = kv.tiers[0], 0.0
     per_head = Q_HEADS // KV_HEADS
     for b in sequences:
@@ -199,11 +201,12 @@ class Report:
         """One failing variant must not lose the others."""
         try:
             row = label | measure()
-        except Exception as error:  # noqa: BLE001 - compilers and devices fail in many ways
+        except Exception as error:
             torch.cuda.empty_cache()
             row = label | {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
-            print("FAILED", json.dumps(row)[:260], flush=True)
             self.rows.append(row)
+            if sum("failed" in row for row in self.rows) <= 8:  # the rest are in the JSON
+                print("FAILED", json.dumps(row)[:260], flush=True)
             return None
         self.rows.append(row)
         return row
@@ -224,142 +227,178 @@ def time_decode(cache: Cache, kv: KVView, backend, bandwidth: float) -> dict:
 
 def shape_of(variant: tuple[int, int, int], default: DecodeShape, filled: float = 1.0) -> DecodeShape:
     tile, warps, stages = variant
-    programs = int(132 * 16 / warps * filled)
+    programs = int(multiprocessors() * 16 / warps * filled)
     return dataclasses.replace(default, tile=tile, warps=warps, stages=stages, programs=programs)
+
+
+Variant = tuple[int, int, int]
+
+
+def decode_rows(
+    report: Report,
+    format: str,
+    size: tuple[int, int],
+    tries: list[tuple[Variant, int, float]],
+    seconds_left: Callable[[], float],
+) -> list[dict]:
+    """Results of (variant, page size, share of the usual number of programs) on one shape, as far as time allows."""
+    default, rows = decode_shape(device_codec(parse_format(format).v), HEAD_DIM), []
+    cache = Cache(format, *size)
+    for variant, page, filled in tries:
+        if seconds_left() < 0:
+            break
+        label = {"what": "decode", "format": format, "batch": size[0], "length": size[1], "page": page}
+        label |= {"variant": variant, "filled": filled}
+        backend = TritonBackend(decode=shape_of(variant, default, filled))
+        rows.append(report.attempt(label, partial(time_decode, cache, cache.view(page), backend, report.bandwidth)))
+    return [row for row in rows if row]
 
 
 def decode_format(report: Report, format: str, seconds_left: Callable[[], float]) -> None:
     """All variants on two shapes, then the best of them everywhere, then the number of programs and page sizes."""
-    default = decode_shape(device_codec(parse_format(format).v), HEAD_DIM)
-    probes, best = {}, []
-    for variant in SHAPES[format]:
-        for batch, length in ((64, 4096), (6, 131072)):
-            if seconds_left() < 0:
-                break
-            cache = probes.setdefault((batch, length), Cache(format, batch, length))
-            label = {"what": "decode", "format": format, "batch": batch, "length": length, "page": 64}
-            label |= {"variant": variant, "filled": 1.0}
-            backend = TritonBackend(decode=shape_of(variant, default))
-            report.attempt(label, lambda: time_decode(cache, cache.view(64), backend, report.bandwidth))  # noqa: B023
-    probes.clear()
-    torch.cuda.empty_cache()
-    scores: dict[tuple, list[float]] = {}
-    for row in report.rows:
-        if row["what"] == "decode" and row["format"] == format and "share" in row:
+    scores: dict[Variant, list[float]] = {}
+    for size in PROBES:
+        for row in decode_rows(report, format, size, [(v, 64, 1.0) for v in SHAPES[format]], seconds_left):
             scores.setdefault(row["variant"], []).append(row["share"])
-    best = sorted(scores, key=lambda variant: -min(scores[variant]))[:2]
-    line = "  ".join(f"{v}:{'/'.join(f'{s:.2f}' for s in scores[v])}" for v in sorted(scores, key=lambda v: -min(scores[v])))
-    print(f"{format} share of copy at 64x4096/6x131072 by (tile, warps, stages): {line}", flush=True)
-    for batch, length in DECODE:
-        if seconds_left() < 0:
-            return
-        cache = Cache(format, batch, length)
-        tries = [(variant, 64, filled) for variant in best for filled in (0.5, 1.0, 2.0)]
-        tries += [(variant, page, 1.0) for variant in best[:1] for page in (16, 32, 128)]
-        rows = []
-        for variant, page, filled in tries:
-            label = {"what": "decode", "format": format, "batch": batch, "length": length, "page": page}
-            label |= {"variant": variant, "filled": filled}
-            backend = TritonBackend(decode=shape_of(variant, default, filled))
-            rows.append(
-                report.attempt(label, lambda: time_decode(cache, cache.view(page), backend, report.bandwidth))  # noqa: B023
-            )
-        rows = [row for row in rows if row]
+        torch.cuda.empty_cache()
+    best = sorted(scores, key=lambda variant: (-len(scores[variant]), -min(scores[variant])))
+    line = "  ".join(f"{v}:{'/'.join(f'{share:.2f}' for share in scores[v])}" for v in best)
+    print(f"{format} share of copy at {PROBES} by (tile, warps, stages): {line}", flush=True)
+    tries = [(variant, 64, filled) for variant in best[:2] for filled in (0.5, 1.0, 2.0)]
+    tries += [(variant, page, 1.0) for variant in best[:1] for page in (16, 32, 128)]
+    for size in DECODE:
+        rows = decode_rows(report, format, size, tries, seconds_left)
+        torch.cuda.empty_cache()
         if rows:
             top = max((row for row in rows if row["page"] == 64), key=lambda row: row["share"])
             pages = " ".join(f"{row['page']}:{row['us']:.0f}" for row in rows if row["page"] != 64)
             print(
-                f"{format:5s} {batch:4d}x{length:<6d} {top['us']:7.0f} us {top['tb_s']:.2f} TB/s {top['share']:4.0%}"
+                f"{format:5s} {size[0]:4d}x{size[1]:<6d} {top['us']:7.0f} us {top['tb_s']:.2f} TB/s {top['share']:4.0%}"
                 f"  {top['variant']} x{top['filled']}  err {top['error']:.1e}  by page {pages}",
                 flush=True,
             )
-        del cache
-        torch.cuda.empty_cache()
+
+
+def time_prefill(cache: Cache, q: Tensor, q_len: int, flops: float, variant: Variant) -> dict:
+    kv, fwd, backend = cache.view(64), cache.batch_of(q_len), TritonBackend(prefill=Shape(*variant))
+    error = checked(kv, backend, q, fwd, q_len, cache.length)
+    spent = seconds(lambda: backend.attend(kv, 0, q, fwd, SCALE))
+    return {"us": spent * 1e6, "tflop_s": flops / spent / 1e12, "error": error}
 
 
 def prefill(report: Report, seconds_left: Callable[[], float]) -> None:
     for q_len, length in PREFILL:
+        q = torch.randn(q_len, Q_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+        flops = 4 * Q_HEADS * HEAD_DIM * (q_len * (length - q_len) + q_len * q_len / 2)
         for format in ("bf16", "int4"):
-            cache = Cache(format, 1, length)
-            kv, fwd = cache.view(64), cache.batch_of(q_len)
-            q = torch.randn(q_len, Q_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-            flops = 4 * Q_HEADS * HEAD_DIM * (q_len * (length - q_len) + q_len * q_len / 2)
-            rows = []
+            cache, rows = Cache(format, 1, length), []
+            label = {"what": "prefill cudnn", "format": format, "q_len": q_len, "length": length}
+            row = report.attempt(label, partial(time_prefill_cudnn, cache, q, q_len, flops))
+            if row:
+                print(
+                    f"prefill {format} q {q_len} of {length}: cuDNN {row['tflop_s']:.0f} TFLOP/s ({row['us']:.0f} us),"
+                    f" rows decoded before in {row['decode_us']:.0f} us",
+                    flush=True,
+                )
             for variant in PREFILL_SHAPES:
                 if seconds_left() < 0:
-                    return
-                backend = TritonBackend(prefill=Shape(*variant))
-
-                def measure() -> dict:
-                    error = checked(kv, backend, q, fwd, q_len, length)  # noqa: B023
-                    spent = seconds(lambda: backend.attend(kv, 0, q, fwd, SCALE))  # noqa: B023
-                    return {"us": spent * 1e6, "tflop_s": flops / spent / 1e12, "error": error}  # noqa: B023
-
+                    break
                 label = {"what": "prefill", "format": format, "q_len": q_len, "length": length, "variant": variant}
-                rows.append(report.attempt(label, measure))
-            rows = [row for row in rows if row]
-            line = "  ".join(f"{row['variant']}:{row['tflop_s']:.0f}" for row in rows)
+                rows.append(report.attempt(label, partial(time_prefill, cache, q, q_len, flops, variant)))
+            line = "  ".join(f"{row['variant']}:{row['tflop_s']:.0f}" for row in rows if row)
             print(f"prefill {format} q {q_len} of {length}, TFLOP/s by (tile, warps, stages): {line}", flush=True)
-            if format == "bf16":
-                prefill_cudnn(report, q, q_len, length, flops)
 
 
-def prefill_cudnn(report: Report, q: Tensor, q_len: int, length: int, flops: float) -> None:
-    """The same arithmetic as two cuDNN calls over contiguous rows: the prefix unmasked, the chunk a causal square."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    keys, values = torch.randn(2, 1, KV_HEADS, length, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-    query = q.transpose(0, 1)[None].contiguous()
-    past = length - q_len
-
-    def work() -> None:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            if past:
-                scaled_dot_product_attention(query, keys[:, :, :past], values[:, :, :past], enable_gqa=True)
-            scaled_dot_product_attention(query, keys[:, :, past:], values[:, :, past:], is_causal=True, enable_gqa=True)
-
-    def measure() -> dict:
-        spent = seconds(work)
-        return {"us": spent * 1e6, "tflop_s": flops / spent / 1e12}
-
-    row = report.attempt({"what": "prefill cudnn, unmerged", "q_len": q_len, "length": length}, measure)
-    if row:
-        print(f"prefill cuDNN, two calls, q {q_len} of {length}: {row['tflop_s']:.0f} TFLOP/s", flush=True)
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp [H, q]) of q [H, q, D] over k, v [KV heads, n, D]."""
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q[None], k[None], v[None], None, True, 0.0, causal, False, scale=SCALE
+    )
+    return out[0], lse.reshape(q.shape[:2])
 
 
-def flash_attention_3(report: Report) -> None:
+def time_prefill_cudnn(cache: Cache, q: Tensor, q_len: int, flops: float) -> dict:
+    """The alternative to a kernel of our own: rows decoded into a workspace, then two cuDNN calls, merged by their
+    log-sum-exp: the prefix needs no mask, and the chunk is a causal square."""
+    kv, past = cache.view(64), cache.length - q_len
+    one = torch.ones(1, dtype=torch.int64, device=DEVICE)
+    length = one * cache.length
+    jobs = JobBatch(one, one * 0, one * 0, length, length, length, one * 0, one[:, None], 0)
+    query, backend = q.transpose(0, 1).contiguous(), TritonBackend()
+
+    def decode() -> list[Tensor]:
+        columns = slice(0, KV_HEADS)
+        return [backend.read_rows(kv, jobs, columns, role)[0].to(q.dtype) for role in "kv"]
+
+    def attend(k: Tensor, v: Tensor) -> Tensor:
+        own, own_lse = cudnn_attention(query, k[:, past:], v[:, past:], True)
+        if past:
+            before, before_lse = cudnn_attention(query, k[:, :past], v[:, :past], False)
+            own = torch.lerp(own, before, torch.sigmoid(before_lse - own_lse)[..., None].to(q.dtype))
+        return own.transpose(0, 1)
+
+    rows = decode()
+    error = relative_error(kv, q, attend(*rows), 0, q_len, cache.length, [0])
+    if not error <= LIMIT:
+        raise ValueError(f"relative error {error:.2e} against torch, limit {LIMIT:g}")
+    alone = seconds(lambda: attend(*rows))
+    torch.cuda.synchronize()
+    start = time.perf_counter()  # reading the rows waits for a length, so it cannot be captured
+    decode()
+    torch.cuda.synchronize()
+    return {
+        "us": alone * 1e6,
+        "tflop_s": flops / alone / 1e12,
+        "decode_us": (time.perf_counter() - start) * 1e6,
+        "error": error,
+    }
+
+
+def time_flash_attention_3(batch: int, length: int, bandwidth: float) -> dict:
     """FlashAttention-3 of a vLLM installation, over pages of 16 rows, timed like ours."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
+    layer_bytes = batch * length * KV_HEADS * HEAD_DIM * 4
+    layers = max(1, min(8, math.ceil(LAYER_BYTES / layer_bytes)))
+    pages = batch * length // 16
+    cache = torch.empty(layers, 2, pages, 16, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    for layer in cache:
+        layer.normal_()
+    q = torch.randn(batch, Q_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    starts = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
+    lengths = torch.full((batch,), length, device=DEVICE, dtype=torch.int32)
+    table = torch.randperm(pages, device=DEVICE, dtype=torch.int32).view(batch, -1)
+
+    def work() -> None:
+        for keys, values in cache:
+            flash_attn_varlen_func(
+                q,
+                keys,
+                values,
+                max_seqlen_q=1,
+                cu_seqlens_q=starts,
+                max_seqlen_k=length,
+                seqused_k=lengths,
+                block_table=table,
+                causal=True,
+                fa_version=3,
+            )
+
+    spent = seconds(work) / layers
+    rate = layer_bytes / spent
+    return {"us": spent * 1e6, "tb_s": rate / 1e12, "share": rate / bandwidth}
+
+
+def flash_attention_3(report: Report) -> None:
     for batch, length in DECODE:
-        layer_bytes = batch * length * KV_HEADS * HEAD_DIM * 4
-        layers = max(1, min(8, math.ceil(LAYER_BYTES / layer_bytes)))
-        pages = batch * length // 16
-        cache = torch.empty(layers, 2, pages, 16, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-        for layer in cache:
-            layer.normal_()
-        q = torch.randn(batch, Q_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-        starts = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
-        lengths = torch.full((batch,), length, device=DEVICE, dtype=torch.int32)
-        table = torch.randperm(pages, device=DEVICE, dtype=torch.int32).view(batch, -1)
-
-        def work() -> None:
-            for keys, values in cache:  # noqa: B023
-                flash_attn_varlen_func(
-                    q, keys, values, max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=length,  # noqa: B023
-                    seqused_k=lengths, block_table=table, causal=True, fa_version=3,  # noqa: B023
-                )  # fmt: skip
-
-        def measure() -> dict:
-            spent = seconds(work) / layers  # noqa: B023
-            rate = layer_bytes / spent  # noqa: B023
-            return {"us": spent * 1e6, "tb_s": rate / 1e12, "share": rate / report.bandwidth}
-
-        row = report.attempt({"what": "decode fa3", "format": "bf16", "batch": batch, "length": length}, measure)
-        if row:
-            print(f"fa3   {batch:4d}x{length:<6d} {row['us']:7.0f} us {row['tb_s']:.2f} TB/s {row['share']:4.0%}", flush=True)
-        del cache
+        label = {"what": "decode fa3", "format": "bf16", "batch": batch, "length": length}
+        row = report.attempt(label, partial(time_flash_attention_3, batch, length, report.bandwidth))
+        torch.cuda.empty_cache()
+        if row is None:
+            return
+        print(
+            f"fa3   {batch:4d}x{length:<6d} {row['us']:7.0f} us {row['tb_s']:.2f} TB/s {row['share']:4.0%}", flush=True
+        )
 
 
 def main() -> None:
@@ -379,11 +418,11 @@ def main() -> None:
     left = lambda: args.seconds - report.elapsed()  # noqa: E731
     try:
         if args.fa3:
-            report.attempt({"what": "fa3"}, lambda: flash_attention_3(report) or {})
+            flash_attention_3(report)
         for i, format in enumerate(args.formats):
             share = left() * (0.8 if not args.no_prefill else 1.0) / (len(args.formats) - i)
             until = report.elapsed() + share
-            decode_format(report, format, lambda: until - report.elapsed())  # noqa: B023
+            decode_format(report, format, lambda until=until: until - report.elapsed())
         if not args.no_prefill:
             prefill(report, left)
     finally:

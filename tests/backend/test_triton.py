@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -38,15 +39,20 @@ ONE_TIER = [(name, None) for name in FORMATS.names() if name != "fp64"]
 TIERS = [*ONE_TIER, ("bf16", "int4"), ("int4", "k4v2"), ("fp32", "k=fp8,v=int4")]
 DECODE = [(4, 1), (1, 1), (3, 1), (2, 1)]
 MIXED = [(4, 20), (1, 1), (2, 7), (3, 3)]
-LENGTHS = (1, 7, 9, 45)
+LENGTHS = (1, 7, 8, 45)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.parametrize("part", ["attention", "append", "scorers", "compaction or pages"])
 def test_in_the_interpreter(part):
+    import triton
+
+    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", part]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:]
 
 

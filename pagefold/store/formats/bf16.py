@@ -22,4 +22,6 @@ class BFloat16:
     """512 bytes of K and V at D = 128."""
 
     name: ClassVar[str] = "bf16"
-    k = v = PlainCodec(torch.bfloat16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.bfloat16, options=(torch.inf,)))
+    k = v = PlainCodec(
+        torch.bfloat16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.bfloat16, options=(torch.inf,))
+    )

@@ -30,4 +30,6 @@ class Float16:
     """512 bytes of K and V at D = 128."""
 
     name: ClassVar[str] = "fp16"
-    k = v = PlainCodec(torch.float16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.float16, options=(65504.0,)))
+    k = v = PlainCodec(
+        torch.float16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.float16, options=(65504.0,))
+    )

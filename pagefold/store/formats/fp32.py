@@ -21,4 +21,6 @@ class Float32:
     """1024 bytes of K and V at D = 128."""
 
     name: ClassVar[str] = "fp32"
-    k = v = PlainCodec(torch.float32, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.float32, options=(torch.inf,)))
+    k = v = PlainCodec(
+        torch.float32, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.float32, options=(torch.inf,))
+    )

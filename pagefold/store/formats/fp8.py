@@ -87,10 +87,12 @@ def load_e4m3(data, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, MMA: tl.cons
 @jit
 def round_e4m3(x):
     """Nearest e4m3 as float32, ties to even, |x| <= 448: a step is an eighth of the power of two below, 2^-9 at least.
-    Casts differ in how they round (Triton's interpreter loses the carry into the exponent); of these none has to."""
-    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    Casts differ in how they round (Triton's interpreter loses the carry into the exponent); here none has to."""
+    bits = x.to(tl.uint32, bitcast=True)
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
     shift = tl.maximum(power, 2.0**-6) * (1.5 * 2.0**20)
-    return (x + shift) - shift
+    magnitude = (tl.abs(x) + shift) - shift
+    return (magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
 
 
 @jit

@@ -1,0 +1,192 @@
+"""Attention of one new token per sequence: split over rows, all query heads of a KV head together, then merged.
+
+Rows (tokens) and channels lie on the M side of the matrix products and query heads on the N side, which may be as
+short as 8: scores^T = K q^T and out^T = V^T p^T. Rows are read as they are stored: what a format packs together comes
+as several tiles of 16-bit operands (see `DeviceCodec`), its bias is taken off per tile, its scale multiplies scores
+(K) and probabilities (V).
+"""
+
+from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
+from pagefold.store.lowbit import device_hadamard
+from pagefold.store.shim import jit, tl
+
+
+@jit(do_not_specialize=["num_pages", "num_groups", "max_pages", "min_rows", "first_split", "all_splits"])
+def decode_split(
+    q,
+    k_data,
+    k_scale,
+    v_data,
+    v_scale,
+    out,
+    lse,
+    page_table,
+    evicted,
+    cold,
+    tokens,
+    slots,
+    seq_lens,
+    group_of,
+    column_of,
+    scale,
+    num_pages,
+    num_groups,
+    max_pages,
+    min_rows,
+    first_split,
+    all_splits,
+    R: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    PS: tl.constexpr,
+    N: tl.constexpr,
+    TIER: tl.constexpr,
+    NUM_TIERS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    LOAD_K: tl.constexpr,
+    K_PIECES: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    K_BIAS: tl.constexpr,
+    K_GAIN: tl.constexpr,
+    K_SCALED: tl.constexpr,
+    K_MMA: tl.constexpr,
+    LOAD_V: tl.constexpr,
+    V_PIECES: tl.constexpr,
+    V_PAIRS: tl.constexpr,
+    V_BIAS: tl.constexpr,
+    V_GAIN: tl.constexpr,
+    V_SCALED: tl.constexpr,
+    V_MMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (splits, H, B): one split of the rows of one KV head of one sequence that lie in one tier.
+
+    q              [T, H * R, D], in the frame K is stored in
+    out, lse       float32[B, H * R, all_splits, D] normalised, and log2 of the sum of exponentials, -inf for no rows;
+                   with DIRECT, out is the result [T, H * R, D] itself
+    scale          softmax scale * log2(e)
+    M              R, rounded up to what the matrix units take
+    """
+    i_s, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_heads = tl.num_programs(1)
+    i_q = tl.load(tokens + i_b)
+    line = tl.load(slots + i_b) * num_groups + tl.load(group_of + i_h)
+    n = (tl.load(seq_lens + i_b) - tl.load(evicted + line)).to(tl.int32)
+    first, stop = tier_rows(n, line, cold, PS, TIER, NUM_TIERS)
+    share = tl.cdiv(tl.cdiv(stop - first, tl.num_programs(0)), N) * N
+    share = tl.maximum(share, min_rows)
+    start = first + i_s * share
+    stop = tl.minimum(start + share, stop)
+
+    o_m, o_n = tl.arange(0, M), tl.arange(0, N)
+    head_ok = o_m < R
+    i_row = (i_b.to(tl.int64) * num_heads * R + i_h * R + o_m) * all_splits + first_split + i_s
+    if not DIRECT:  # noqa: SIM102 - only this is known to the compiler
+        if start >= stop:
+            tl.store(lse + i_row, tl.full([M], float("-inf"), tl.float32), mask=head_ok)
+            return
+
+    base = tl.load(column_of + i_h).to(tl.int64) * num_pages
+    pages = page_table + line * max_pages
+    p_q = q + ((i_q * num_heads + i_h) * R + o_m[None, :]) * D
+    b_q = ()
+    q_bias = tl.zeros([M], tl.float32)
+    for p in tl.static_range(K_PIECES):
+        o_c = piece_channels(D, K_PIECES, K_PAIRS, p)
+        piece = (tl.load(p_q + o_c[:, None], mask=head_ok[None, :], other=0.0).to(tl.float32) * K_GAIN[p]).to(K_MMA)
+        q_bias += tl.sum(piece.to(tl.float32), 0) * K_BIAS[p]
+        b_q = b_q + (piece,)
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = ()
+    for _ in tl.static_range(V_PIECES):
+        acc = acc + (tl.zeros([D // V_PIECES, M], tl.float32),)
+    page = tile_pages(pages, start, stop, PS, N)
+    for i_t in range(start, stop, N):
+        row, ok = tile_rows(page, i_t, base, PS, N), i_t + o_n < stop
+        page = tile_pages(pages, i_t + N, stop, PS, N)
+        b_k = LOAD_K(k_data, row, ok, D, False, K_MMA)
+        s = tl.zeros([N, M], tl.float32)
+        for p in tl.static_range(K_PIECES):
+            s = tl.dot(b_k[p], b_q[p], s, input_precision=PRECISION)
+        if K_SCALED:
+            s = (s - q_bias[None, :]) * (tl.load(k_scale + row, mask=ok, other=0.0).to(tl.float32) * scale)[:, None]
+        else:
+            s = s * scale
+        s = tl.where(ok[:, None], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 0))
+        alpha = tl.exp2(m - m_new)
+        w = tl.exp2(s - m_new[None, :])
+        l = l * alpha + tl.sum(w, 0)
+        m = m_new
+        if V_SCALED:
+            w = w * tl.load(v_scale + row, mask=ok, other=0.0).to(tl.float32)[:, None]
+        b_w = w.to(V_MMA)
+        b_v = LOAD_V(v_data, row, ok, D, True, V_MMA)
+        new = ()
+        if V_BIAS[0] == 0.0:
+            for p in tl.static_range(V_PIECES):
+                new = new + (tl.dot(b_v[p], b_w, acc[p] * alpha[None, :], input_precision=PRECISION),)
+        else:
+            total = tl.sum(b_w.to(tl.float32), 0)
+            for p in tl.static_range(V_PIECES):
+                part = tl.dot(b_v[p], b_w, input_precision=PRECISION) - (total * V_BIAS[p])[None, :]
+                new = new + (acc[p] * alpha[None, :] + part,)
+        acc = new
+
+    share_of = 1.0 / tl.maximum(l, 1e-30)
+    if DIRECT:
+        p_o = out + ((i_q * num_heads + i_h) * R + o_m[None, :]) * D
+    else:
+        p_o = out + i_row[None, :] * D
+        tl.store(lse + i_row, m + tl.log2(l), mask=head_ok)
+    for p in tl.static_range(V_PIECES):
+        o_c = piece_channels(D, V_PIECES, V_PAIRS, p)
+        tl.store(p_o + o_c[:, None], acc[p] * (share_of * V_GAIN[p])[None, :], mask=head_ok[None, :])
+
+
+@jit(do_not_specialize=["splits"])
+def merge_splits(
+    partial,
+    lse,
+    out,
+    tokens,
+    splits,
+    D: tl.constexpr,
+    BS: tl.constexpr,
+    NUM_TIERS: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """Grid (Hq, B): out[tokens[b], h] from its splits, `splits` for each tier; a tier's sum leaves its rows' frame.
+
+    partial   float32[B, Hq, NUM_TIERS * splits, D], not read where lse is -inf
+    lse       float32[B, Hq, NUM_TIERS * splits], base 2
+    """
+    i_h, i_b = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0)
+    first = (i_b.to(tl.int64) * num_heads + i_h) * NUM_TIERS * splits
+    o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
+    m = -float("inf")
+    for i in range(0, NUM_TIERS * splits, BS):
+        m = tl.maximum(
+            m, tl.max(tl.load(lse + first + i + o_s, mask=i + o_s < NUM_TIERS * splits, other=-float("inf")), 0)
+        )
+    m = tl.where(m == -float("inf"), 0.0, m)
+    total = 0.0
+    result = tl.zeros([1, D], tl.float32)
+    for tier in tl.static_range(NUM_TIERS):
+        acc = tl.zeros([D], tl.float32)
+        for i in range(0, splits, BS):
+            i_s = first + tier * splits + i + o_s
+            weight = tl.exp2(tl.load(lse + i_s, mask=i + o_s < splits, other=-float("inf")) - m)
+            o = tl.load(partial + i_s[:, None] * D + o_d[None, :], mask=(weight > 0)[:, None], other=0.0)
+            acc += tl.sum(o * weight[:, None], 0)
+            total += tl.sum(weight, 0)
+        acc = acc[None, :]
+        if ROTATE[tier]:
+            acc = device_hadamard(acc, 1, D)
+        result += acc
+    result = result / tl.maximum(total, 1e-30)
+    i_q = tl.load(tokens + i_b)
+    tl.store(out + (i_q * num_heads + i_h) * D + o_d[None, :], result)

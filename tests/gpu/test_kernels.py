@@ -1,0 +1,219 @@
+"""What only a device shows: the compiled kernels, bfloat16 products, long sequences, captured graphs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs the package triton")
+
+from pagefold.backends.base import ForwardInputs, JobBatch, KVView
+from pagefold.backends.reference import Reference
+from pagefold.backends.triton.backend import TritonBackend
+from pagefold.backends.triton.plan import DecodeShape
+from pagefold.store.format import FORMATS, Plane, parse_format
+from pagefold.store.pagestore import PageStore
+from tests.backend.cases import Case, bytes_of, make_batch, make_jobs, make_keep, make_view, new_tokens
+
+pytestmark = pytest.mark.gpu
+
+STATE = {"score": Plane(torch.float32, 1)}
+ONE_TIER = [(name, None) for name in FORMATS.names() if name != "fp64"]
+TIERS = [*ONE_TIER, ("bf16", "int4"), ("int4", "k4v2"), ("fp8", "int4")]
+LENGTHS = (1, 130, 64, 700)
+DECODE = [(4, 1), (1, 1), (3, 1), (2, 1)]
+MIXED = [(4, 200), (1, 1), (2, 7), (3, 33)]
+
+
+def moved(value, device: str = "cuda"):
+    """A copy of a cache, a batch or jobs with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    if isinstance(value, PageStore):
+        state = {
+            name.removeprefix("state."): plane for name, plane in value.layout.items() if name.startswith("state.")
+        }
+        twin = PageStore(
+            value.format, value.num_pages, value.num_columns, value.page_size, value.head_dim, state, device
+        )
+        for name, plane in value.planes.items():
+            twin.planes[name].copy_(plane)
+        return twin
+    if isinstance(value, (KVView, ForwardInputs, JobBatch)):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return type(value)(**{name: moved(field, device) for name, field in fields.items()})
+    if isinstance(value, list) and value and isinstance(value[0], PageStore):
+        return [moved(item, device) for item in value]
+    return value
+
+
+def relative(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((ours.cpu().double() - truth.double()).norm() / truth.double().norm())
+
+
+def check_attention(case: Case, chunks: list[tuple[int, int]]) -> None:
+    """Against the reference; a chunk is cut to the tokens that each of its groups still stores."""
+    view = make_view(case)
+    stored = [min(case.lengths[slot - 1] - int(view.evicted[slot].max()), q_len) for slot, q_len in chunks]
+    batch = make_batch(view, case, [(slot, q_len) for (slot, _), q_len in zip(chunks, stored)])
+    q, _, _ = new_tokens(view, case, batch)
+    scale = case.head_dim**-0.5
+    ours = TritonBackend().attend(moved(view), 1, q.cuda(), moved(batch), scale)
+    assert relative(ours, Reference().attend(view, 1, q, batch, scale)) < 1e-2
+    assert torch.isfinite(ours).all()
+
+
+@pytest.mark.parametrize("chunks", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("head_dim, per_head, page_size", [(64, 3, 16), (128, 4, 64)])
+@pytest.mark.parametrize("hot, cold", TIERS)
+def test_attention(hot, cold, head_dim, per_head, page_size, chunks):
+    check_attention(Case("mixed", hot, cold, LENGTHS, page_size, per_head, head_dim, dtype=torch.bfloat16), chunks)
+
+
+@pytest.mark.parametrize("page_size", [8, 32, 128, 256])
+@pytest.mark.parametrize("hot, cold", [("bf16", None), ("bf16", "int4")])
+def test_attention_whatever_the_page_size(hot, cold, page_size):
+    check_attention(Case("mixed", hot, cold, LENGTHS, page_size, 4, 128, dtype=torch.bfloat16), MIXED)
+
+
+@pytest.mark.parametrize("hot, cold", TIERS)
+def test_append(hot, cold):
+    """Bytes equal the reference's, but for ties that another order of summation may break otherwise."""
+    case = Case("mixed", hot, cold, LENGTHS, 16, 2, 64, dtype=torch.bfloat16, state=STATE)
+    truth = make_view(case)
+    ours = moved(truth)
+    batch = make_batch(truth, case, [(4, 90), (2, 1), (3, 2), (1, 1)], window=True)
+    tokens = new_tokens(truth, case, batch)
+    TritonBackend().append(ours, 1, *(x.cuda() for x in tokens), moved(batch))
+    Reference().append(truth, 1, *tokens, batch)
+    theirs = bytes_of(truth)
+    for name, found in bytes_of(moved(ours, "cpu")).items():
+        different = int((found != theirs[name]).sum())
+        assert different <= 2e-3 * 4 * 94 * 64, name
+
+
+@pytest.mark.parametrize("hot, cold", TIERS)
+@pytest.mark.parametrize("across", ["max", "mean"])
+def test_what_scorers_read(hot, cold, across):
+    case = Case("mixed", hot, cold, LENGTHS, 16, 4, 128, num_window=16, state=STATE)
+    view = make_view(case)
+    jobs = make_jobs(view, case, dst_tier=0)
+    gpu, backend = moved(view), TritonBackend()
+    args = (slice(None), 128**-0.5)
+    scores = backend.window_scores(gpu, moved(jobs), *args, across)
+    truth = Reference().window_scores(view, jobs, *args, across)
+    assert relative(scores, truth) < 1e-2
+    for role in ("k", "v"):
+        rows = backend.read_rows(gpu, moved(jobs), slice(1, 2), role)
+        assert relative(rows, Reference().read_rows(view, jobs, slice(1, 2), role)) < 1e-5
+    state = backend.read_state(gpu, moved(jobs), slice(None), "score")
+    assert torch.equal(state.cpu(), Reference().read_state(view, jobs, slice(None), "score"))
+
+
+@pytest.mark.parametrize("hot, cold", TIERS)
+def test_compaction_within_a_tier_is_exact(hot, cold):
+    case = Case("by_layer", hot, cold, LENGTHS, 16, 2, 64, state=STATE)
+    for dst_tier in range(1 + case.two_tiers):
+        view = make_view(case)
+        gpu = moved(view)
+        jobs = make_jobs(view, case, dst_tier, keep_pages=2)
+        keep = make_keep(jobs, view.members.shape[1], 32)
+        TritonBackend().compact(gpu, moved(jobs), slice(None), keep.cuda(), {})
+        Reference().compact(view, jobs, slice(None), keep, {})
+        theirs = bytes_of(view)
+        for name, found in bytes_of(moved(gpu, "cpu")).items():
+            different = int((found != theirs[name]).sum())
+            assert different <= (2e-3 * keep.numel() * 64 if case.two_tiers else 0), name
+
+
+def test_pages_go_to_host_memory_and_back():
+    store = moved(make_view(Case(hot="int4", state=STATE)).tiers[0])
+    before = moved(store, "cpu")
+    host = PageStore(store.format, 8, store.num_columns, store.page_size, store.head_dim, STATE)
+    src, there = torch.tensor([3, 9, 4]), torch.tensor([1, 2, 5])
+    backend = TritonBackend()
+    backend.copy_pages(store, src, host, there)
+    store.poison(src.cuda())
+    backend.copy_pages(host, there, store, src)
+    for name, plane in store.planes.items():
+        assert torch.equal(
+            plane.cpu().contiguous().view(torch.uint8), before.planes[name].contiguous().view(torch.uint8)
+        )
+
+
+def long_view(format: str, length: int, batch: int = 1) -> tuple[KVView, Case]:
+    """One layer of 2 heads, random rows encoded on the device, pages in random order."""
+    case = Case(hot=format, lengths=(length,) * batch, page_size=64, per_head=4, head_dim=128, dtype=torch.float16)
+    pair, pages = parse_format(format), length // 64
+    store = PageStore(pair, batch * pages + 1, 2, 64, 128, {}, "cuda")
+    for role, codec in (("k", pair.k), ("v", pair.v)):
+        for column in range(2):
+            for some in torch.arange(1, batch * pages + 1, device="cuda").split(256):
+                rows = torch.randn(len(some), 64, 128, device="cuda")
+                for part, encoded in zip(("data", "scale"), codec.encode(rows)):
+                    store.planes[f"{role}_{part}"][some, column] = encoded
+    table = torch.zeros(batch + 1, 1, pages, dtype=torch.int32, device="cuda")
+    table[1:] = torch.randperm(batch * pages, device="cuda").view(batch, 1, pages).int() + 1
+    zeros = torch.zeros(batch + 1, 1, dtype=torch.int32, device="cuda")
+    columns = torch.arange(2, dtype=torch.int32, device="cuda")[None]
+    members = torch.tensor([[[0, 0], [0, 1]]], dtype=torch.int32, device="cuda")
+    window = torch.zeros(1, 2, 16, 8, 128, dtype=torch.float16, device="cuda")
+    tables = (table, zeros, zeros.clone(), torch.zeros_like(columns), columns, members)
+    return KVView([store], *tables, window, torch.ones(64, device="cuda"), 64), case
+
+
+def exact(view: KVView, q: torch.Tensor, scale: float, length: int) -> torch.Tensor:
+    """float64 attention of the last token of sequence 1 over its first `length` rows."""
+    store, out = view.tiers[0], []
+    pages = view.page_table[1, 0].long()
+    for head in range(2):
+        k, v = (
+            codec.decode(*(store.planes[f"{role}_{part}"][pages, head] for part in ("data", "scale")), torch.float64)
+            for role, codec in (("k", store.format.k), ("v", store.format.v))
+        )
+        k, v = (x.flatten(0, 1)[:length] for x in (k, v))
+        out.append(torch.softmax(q[0, 4 * head : 4 * head + 4].double() @ k.T * scale, -1) @ v)
+    return torch.cat(out).cpu()
+
+
+@pytest.mark.parametrize("scale", [0.002, 0.088, 0.3], ids=["flat", "usual", "peaked"])
+@pytest.mark.parametrize("length", [64, 4096, 32768, 131072])
+@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8", "int4", "k4v2"])
+def test_long_attention_stays_exact(format, length, scale):
+    """Flat attention over long sequences is where a bias left in the accumulators would show."""
+    view, case = long_view(format, length)
+    batch = moved(make_batch(view, case, [(1, 1)]))
+    q = torch.randn(1, 8, 128, device="cuda", dtype=torch.float16)
+    ours = TritonBackend().attend(view, 0, q, batch, scale)[0]
+    limit = 5e-3 if format == "bf16" else 3e-3 if length > 32768 else 2e-3
+    assert relative(ours, exact(view, q, scale, length)) < limit
+
+
+@pytest.mark.parametrize("format", ["bf16", "int4"])
+def test_a_captured_graph_serves_other_lengths_and_slots(format):
+    """Captured at the longest lengths; replayed after slots, lengths and positions change in place."""
+    view, case = long_view(format, 4096, batch=3)
+    backend = TritonBackend(DecodeShape(tile=64, warps=2, stages=2, programs=64))
+    batch = moved(make_batch(view, case, [(1, 1), (2, 1), (3, 1)]))
+    q, k, v = (torch.randn(3, h, 128, device="cuda", dtype=torch.float16) for h in (8, 2, 2))
+
+    def step() -> torch.Tensor:
+        batch.plan = None
+        backend.append(view, 0, q, k, v, batch)
+        return backend.attend(view, 0, q, batch, 0.088)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for lengths, slots in (((5, 700, 4096), (2, 3, 1)), ((1, 65, 1), (3, 1, 0))):
+        batch.seq_lens.copy_(torch.tensor(lengths))
+        batch.positions.copy_(torch.tensor(lengths) - 1)
+        batch.slots.copy_(torch.tensor(slots))
+        q.normal_()
+        graph.replay()
+        eager = dataclasses.replace(
+            batch, plan=None, host_seq_lens=list(lengths), host_slots=list(slots), slots=batch.slots.clone()
+        )
+        assert relative(out[:2], backend.attend(view, 0, q, eager, 0.088)[:2].cpu()) < 2e-3
