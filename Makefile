@@ -12,12 +12,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfil
 HAS_GPU := $(shell { command -v nvidia-smi || test -e /dev/nvidia0; } >/dev/null 2>&1 && echo yes)
 CONSTRAINTS := $(if $(HAS_GPU),,-c constraints.txt)
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test sweep check format bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    see a folded and a full KV cache at work, side by side"
 	@echo "make test    layering and every test that runs without a GPU"
+	@echo "make sweep   compile the GPU kernels for more shapes and devices"
 	@echo "make check   formatting, lint, types, layering and the quick tests"
 	@echo "make format  rewrite files as 'make check' wants them"
 	@echo "make bench   throughput on this machine's CPU"
@@ -36,13 +37,16 @@ demo: $(STAMP)
 	$(BIN)/python -m pagefold.bench.demo
 
 test: $(STAMP)
-	$(PYTEST) --durations=10 -m "not gpu"
+	$(PYTEST) --durations=10 -m "not gpu and not sweep"
+
+sweep: $(STAMP)
+	$(PYTEST) tests/compile -m sweep
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(PYTEST) -m "not slow and not smollm2 and not gpu"
+	$(PYTEST) -m "not slow and not smollm2 and not gpu and not sweep"
 
 format: $(STAMP)
 	$(BIN)/ruff format .

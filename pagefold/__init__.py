@@ -1,4 +1,4 @@
-"""Pagefold serves language models in a fraction of the KV memory: it evicts rows, lets heads differ, stores rows small."""
+"""Language models in a fraction of the KV memory: fewer rows, uneven heads, smaller rows."""
 
 import importlib
 

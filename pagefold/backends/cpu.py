@@ -39,6 +39,9 @@ class Bound:
             sets = [(int(group), (groups == group).nonzero()[:, 0]) for group in groups.unique()]
             self.head_sets.append([HeadSet(group, heads, columns[heads].long()) for group, heads in sets])
         self.group_of, self.column_of = kv.group_of.long(), kv.column_of.long()
+        hot = kv.tiers[0]
+        self.hot_rows = {name: hot.rows(name) for name, plane in hot.layout.items() if plane.width}
+        self.hot_state = [rows for name, rows in self.hot_rows.items() if name.startswith("state.")]
         self.decode = cpu_decode.bind(kv)
 
 
@@ -57,13 +60,13 @@ class Span:
 class Plan:
     """The addresses of one batch, the same for every layer.
 
-    rows     int64[L, T, H]   flat row in the hot planes for each new row
+    rows     L times int64[T * H]   flat row in the hot planes for each new row
     spans    chunks that torch attends to
     decode   (tokens, slots, seq_lens), int64 each, of the chunks of one token that the C kernel attends to, or None
     """
 
     kv: KVView
-    rows: Tensor
+    rows: list[Tensor]
     spans: list[Span]
     decode: tuple[Tensor, Tensor, Tensor] | None
 
@@ -167,7 +170,8 @@ class CpuBackend:
         rows = base[:, bound.group_of].transpose(0, 1) + (bound.column_of * column_rows)[:, None]
 
         ones = (q_lens == 1).nonzero()[:, 0] if bound.decode else q_lens[:0]
-        plan = Plan(kv, rows, [], (firsts[ones], fwd.slots[ones], fwd.seq_lens[ones]) if len(ones) else None)
+        decode = (firsts[ones], fwd.slots[ones], fwd.seq_lens[ones]) if len(ones) else None
+        plan = Plan(kv, list(rows.flatten(1)), [], decode)
         for b, (slot, q_len, seq_len) in enumerate(zip(fwd.host_slots, fwd.host_q_lens, fwd.host_seq_lens)):
             if q_len > 1 or not bound.decode:
                 num_rows = [seq_len - evicted for evicted in kv.evicted[slot].tolist()]
@@ -177,18 +181,18 @@ class CpuBackend:
         return plan
 
     def append(self, kv: KVView, layer: int, q: Tensor, k: Tensor, v: Tensor, fwd: ForwardInputs) -> None:
-        rows = self._plan(kv, fwd).rows[layer].flatten()
-        hot = kv.tiers[0]
-        if hot.format.k == hot.format.v:
-            (k_data, v_data), (k_scale, v_scale) = hot.format.k.encode(torch.stack((k, v)))
+        rows, bound = self._plan(kv, fwd).rows[layer], self._bind(kv)
+        codecs = kv.tiers[0].format
+        if codecs.k == codecs.v:
+            (k_data, v_data), (k_scale, v_scale) = codecs.k.encode(torch.stack((k, v)))
         else:
-            (k_data, k_scale), (v_data, v_scale) = hot.format.k.encode(k), hot.format.v.encode(v)
-        for name, rows_in in (("k_data", k_data), ("k_scale", k_scale), ("v_data", v_data), ("v_scale", v_scale)):
-            if rows_in.shape[-1]:
-                hot.rows(name).index_copy_(0, rows, _raw(rows_in).flatten(0, 1))
-        for name in hot.planes:
-            if name.startswith("state."):
-                hot.rows(name).index_fill_(0, rows, 0)
+            (k_data, k_scale), (v_data, v_scale) = codecs.k.encode(k), codecs.v.encode(v)
+        parts = {"k_data": k_data, "k_scale": k_scale, "v_data": v_data, "v_scale": v_scale}
+        for name, plane in bound.hot_rows.items():
+            if name in parts:
+                plane.index_copy_(0, rows, _raw(parts[name]).flatten(0, 1))
+        for plane in bound.hot_state:
+            plane.index_fill_(0, rows, 0)
         if len(fwd.window_tokens):
             kv.window[layer, fwd.window_slots, fwd.window_index] = q[fwd.window_tokens].to(kv.window.dtype)
 

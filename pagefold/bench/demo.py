@@ -29,7 +29,7 @@ from pagefold.engine.build import Loaded, build_engine, load_model
 from pagefold.engine.scheduler import Stats
 
 MODEL = "smollm2"
-PAGE_SIZE = 32
+PAGE_SIZE = 16
 TEXT_SHOWN = 700  # characters
 
 
@@ -43,8 +43,8 @@ class Scale:
     budgets: tuple[int, int]
 
 
-FULL_SCALE = Scale(prompts=len(PROMPTS), max_tokens=600, pages=72, budgets=(256, 128))
-QUICK_SCALE = Scale(prompts=8, max_tokens=160, pages=24, budgets=(128, 96))
+FULL_SCALE = Scale(prompts=len(PROMPTS), max_tokens=900, pages=144, budgets=(128, 96))
+QUICK_SCALE = Scale(prompts=8, max_tokens=160, pages=32, budgets=(64, 48))
 
 
 @dataclass(frozen=True)

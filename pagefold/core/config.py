@@ -5,6 +5,7 @@ its command-line flag. An unknown option is an error that lists the known ones.
 """
 
 import dataclasses
+import math
 import typing
 from dataclasses import dataclass, field
 
@@ -74,7 +75,7 @@ class SchedulerConfig:
 
     max_num_seqs: int = _option(256, "requests running at once")
     max_num_batched_tokens: int = _option(2048, "tokens computed in one step")
-    kv_window_slots: int | None = _option(None, "query windows to lend; default: a quarter of max_num_seqs, at least 4")
+    kv_window_slots: int | None = _option(None, "query windows to lend; default: as many as are needed")
     preemption: str = _option("recompute", "how requests that evicted nothing are preempted", PREEMPTIONS)
 
 
@@ -138,7 +139,12 @@ class EngineConfig:
 
     @property
     def window_slots(self) -> int:
-        return self.scheduler.kv_window_slots or max(4, self.scheduler.max_num_seqs // 4)
+        """Windows to lend. A request holds one for window + lag of every period's tokens, so that share of the
+        running requests needs one at a time; a quarter more keeps them from queueing for it."""
+        if self.scheduler.kv_window_slots:
+            return self.scheduler.kv_window_slots
+        evict, most = self.eviction, self.scheduler.max_num_seqs
+        return min(most, max(4, math.ceil(1.25 * most * (evict.kv_window + evict.kv_lag) / self.period)))
 
     def sections(self) -> tuple:
         return self.model, self.cache, self.eviction, self.scheduler

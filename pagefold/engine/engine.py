@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from pagefold.core.config import EngineConfig
-from pagefold.core.types import FinishReason, InputError, Request, SamplingParams
+from pagefold.core.types import FinishReason, InputError, Request
 from pagefold.engine.detokenize import Detokenizer
 from pagefold.engine.outputs import CompletionOutput, KVUsage, RequestOutput
 from pagefold.engine.policy import PolicyMaker

@@ -177,5 +177,5 @@ def store_mid_rise(data, scale, row, ok, x, N: tl.constexpr, D: tl.constexpr, BI
 
 @jit
 def as_float16(bits):
-    """1024 + bits: an integer below 1024 is the mantissa of a float16 with exponent 10."""
-    return (bits.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+    """bits * 2^-24: an integer below 1024 is a subnormal float16."""
+    return bits.to(tl.uint16).to(tl.float16, bitcast=True)

@@ -226,7 +226,7 @@ def test_pieces_of_a_row_are_where_the_codec_says(format):
         else:
             bits = codec.bits
             masks = [(2**bits - 1) << shift for shift in range(0, 8, bits)]
-            pieces = [1024.0 + (part & mask).float() for mask in masks for part in (even, odd)]
+            pieces = [(part & mask).float() * 2.0**-24 for mask in masks for part in (even, odd)]
         assert torch.equal(device.numbers(pieces) * scale.float(), number)
     else:
         assert torch.equal(device.numbers([data]), number)

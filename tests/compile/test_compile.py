@@ -134,8 +134,15 @@ TIERS = [
 ]
 
 
+SHAPES = [
+    (128, 90),
+    pytest.param(64, 90, marks=pytest.mark.sweep),
+    pytest.param(128, 80, marks=pytest.mark.sweep),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim, capability", [(128, 80), (64, 90), (128, 90)])
+@pytest.mark.parametrize("head_dim, capability", SHAPES)
 @pytest.mark.parametrize("hot, cold", TIERS)
 @pytest.mark.parametrize("call", CALLS)
 def test_kernels_compile_within_the_limits_of_the_device(monkeypatch, tmp_path, call, hot, cold, head_dim, capability):
@@ -146,6 +153,8 @@ def test_kernels_compile_within_the_limits_of_the_device(monkeypatch, tmp_path, 
         assert compiled.metadata.shared <= SHARED[capability]
         loop, _ = instructions(compiled.asm["cubin"], tmp_path)
         spilling = [op for op in loop if op.startswith(("LDL", "STL"))]
+        if any(op.startswith("HGMMA") for op in loop):  # ptxas 12.8 restores spilled descriptors wrongly
+            spilling += [op for op in loop if op.startswith("R2UR")]
         assert hot == "fp32" or not spilling, f"{launch.kernel.__name__} spills"  # float32 is there for exactness
 
 

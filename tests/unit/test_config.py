@@ -118,8 +118,9 @@ def test_limits_themselves_are_accepted():
 def test_derived_sizes_follow_the_options():
     assert EngineConfig.from_options(page_size=16).period == 16
     assert EngineConfig.from_options(page_size=16, kv_buffer=64).period == 64
-    assert EngineConfig.from_options(max_num_seqs=256).window_slots == 64
-    assert EngineConfig.from_options(max_num_seqs=1).window_slots == 4
+    assert EngineConfig.from_options(max_num_seqs=256).window_slots == 160  # 16 of every 32 tokens, and a quarter more
+    assert EngineConfig.from_options(max_num_seqs=1).window_slots == 1
+    assert EngineConfig.from_options(max_num_seqs=256, kv_buffer=256).window_slots == 20
     assert EngineConfig.from_options(max_num_seqs=256, kv_window_slots=7).window_slots == 7
 
 

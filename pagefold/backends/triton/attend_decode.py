@@ -7,6 +7,7 @@ as several tiles of 16-bit operands (see `DeviceCodec`), its bias is taken off p
 """
 
 from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
+from pagefold.backends.triton.weights import weight_reference
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
 
@@ -93,10 +94,12 @@ def decode_split(
     q_bias = tl.zeros([M], tl.float32)
     for p in tl.static_range(K_PIECES):
         o_c = piece_channels(D, K_PIECES, K_PAIRS, p)
-        piece = (tl.load(p_q + o_c[:, None], mask=head_ok[None, :], other=0.0).to(tl.float32) * K_GAIN[p]).to(K_MMA)
+        piece = tl.load(p_q + o_c[:, None], mask=head_ok[None, :], other=0.0).to(tl.float32)
+        piece = (piece * (K_GAIN[p] / K_GAIN[0])).to(K_MMA)
         q_bias += tl.sum(piece.to(tl.float32), 0) * K_BIAS[p]
         b_q = b_q + (piece,)
 
+    scale *= K_GAIN[0]
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
     acc = ()
@@ -115,13 +118,14 @@ def decode_split(
         else:
             s = s * scale
         s = tl.where(ok[:, None], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 0))
+        row_scale = tl.load(v_scale + row, mask=ok, other=0.0).to(tl.float32)[:, None] if V_SCALED else 1.0
+        m_new = tl.maximum(m, weight_reference(s, row_scale, 0, V_SCALED))
         alpha = tl.exp2(m - m_new)
         w = tl.exp2(s - m_new[None, :])
         l = l * alpha + tl.sum(w, 0)
         m = m_new
         if V_SCALED:
-            w = w * tl.load(v_scale + row, mask=ok, other=0.0).to(tl.float32)[:, None]
+            w = w * row_scale
         b_w = w.to(V_MMA)
         b_v = LOAD_V(v_data, row, ok, D, True, V_MMA)
         new = ()

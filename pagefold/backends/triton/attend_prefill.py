@@ -1,6 +1,7 @@
 """Causal attention of chunks of new tokens over paged rows: queries on the M side, rows as they are stored."""
 
 from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
+from pagefold.backends.triton.weights import weight_reference
 from pagefold.store.shim import jit, tl
 
 
@@ -27,12 +28,18 @@ def prefill_step(
     K_MMA: tl.constexpr,
     LOAD_V: tl.constexpr,
     V_PIECES: tl.constexpr,
+    V_PAIRS: tl.constexpr,
     V_BIAS: tl.constexpr,
     V_SCALED: tl.constexpr,
     V_MMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of rows for one tile of queries; `visible` bool[M, N] is looked at where MASKED."""
+    """One tile of rows for one tile of queries; `visible` bool[M, N] is looked at where MASKED.
+
+    Pieces of V whose channels are neighbours are put together again, which is free here and makes products wider and
+    fewer: matrix units are given each operand by a descriptor, and with those of 8 pieces alive in the loop ptxas 12.8
+    runs out of uniform registers, spills them and restores some wrongly.
+    """
     b_k = LOAD_K(k_data, row, ok, D, True, K_MMA)
     s = tl.dot(b_q[0], b_k[0], input_precision=PRECISION)
     for p in tl.static_range(1, K_PIECES):
@@ -43,23 +50,27 @@ def prefill_step(
         s = s * scale
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 1))
+    row_scale = tl.load(v_scale + row, mask=ok, other=0.0).to(tl.float32)[None, :] if V_SCALED else 1.0
+    m_new = tl.maximum(m, weight_reference(s, row_scale, 1, V_SCALED))
     alpha = tl.exp2(m - m_new)
     w = tl.exp2(s - m_new[:, None])
     l = l * alpha + tl.sum(w, 1)
     if V_SCALED:
-        w = w * tl.load(v_scale + row, mask=ok, other=0.0).to(tl.float32)[None, :]
+        w = w * row_scale
     b_w = w.to(V_MMA)
     b_v = LOAD_V(v_data, row, ok, D, False, V_MMA)
     new = ()
-    if V_BIAS[0] == 0.0:
-        for p in tl.static_range(V_PIECES):
-            new = new + (tl.dot(b_w, b_v[p], acc[p] * alpha[:, None], input_precision=PRECISION),)
-    else:
-        total = tl.sum(b_w.to(tl.float32), 1)
-        for p in tl.static_range(V_PIECES):
-            part = tl.dot(b_w, b_v[p], input_precision=PRECISION) - (total * V_BIAS[p])[:, None]
-            new = new + (acc[p] * alpha[:, None] + part,)
+    total = tl.sum(b_w.to(tl.float32), 1)
+    for i in tl.static_range(V_PIECES // V_PAIRS):
+        if V_PAIRS == 2:
+            values = tl.interleave(b_v[2 * i], b_v[2 * i + 1])
+        else:
+            values = b_v[i]
+        if V_BIAS[i * V_PAIRS] == 0.0:
+            new = new + (tl.dot(b_w, values, acc[i] * alpha[:, None], input_precision=PRECISION),)
+        else:
+            part = tl.dot(b_w, values, input_precision=PRECISION) - (total * V_BIAS[i * V_PAIRS])[:, None]
+            new = new + (acc[i] * alpha[:, None] + part,)
     return m_new, l, new
 
 
@@ -138,15 +149,17 @@ def prefill_tile(
     q_bias = tl.zeros([BQ * RP], tl.float32)
     for p in tl.static_range(K_PIECES):
         o_c = piece_channels(D, K_PIECES, K_PAIRS, p)
-        piece = (tl.load(p_q + o_c[None, :], mask=query_ok[:, None], other=0.0).to(tl.float32) * K_GAIN[p]).to(K_MMA)
+        piece = tl.load(p_q + o_c[None, :], mask=query_ok[:, None], other=0.0).to(tl.float32)
+        piece = (piece * (K_GAIN[p] / K_GAIN[0])).to(K_MMA)
         q_bias += tl.sum(piece.to(tl.float32), 1) * K_BIAS[p]
         b_q = b_q + (piece,)
 
-    m = tl.full([BQ * RP], float("-inf"), tl.float32)
+    scale *= K_GAIN[0]
+    m = tl.full([BQ * RP], -1e30, tl.float32)  # finite, as a query may see no row of this tier
     l = tl.zeros([BQ * RP], tl.float32)
     acc = ()
-    for _ in tl.static_range(V_PIECES):
-        acc = acc + (tl.zeros([BQ * RP, D // V_PIECES], tl.float32),)
+    for _ in tl.static_range(V_PIECES // V_PAIRS):
+        acc = acc + (tl.zeros([BQ * RP, D * V_PAIRS // V_PIECES], tl.float32),)
     base = tl.load(column_of + i_h).to(tl.int64) * num_pages
     pages = page_table + line * max_pages
     # rows [first, open) are seen by every query of the tile, [open, end) by some
@@ -159,7 +172,7 @@ def prefill_tile(
         ok = tl.full([N], True, tl.int1)
         m, l, acc = prefill_step(
             m, l, acc, b_q, q_bias, k_data, k_scale, v_data, v_scale, row, ok, ok[None, :], scale, D, False,
-            LOAD_K, K_PIECES, K_SCALED, K_MMA, LOAD_V, V_PIECES, V_BIAS, V_SCALED, V_MMA, PRECISION,
+            LOAD_K, K_PIECES, K_SCALED, K_MMA, LOAD_V, V_PIECES, V_PAIRS, V_BIAS, V_SCALED, V_MMA, PRECISION,
         )  # fmt: skip
     for i_t in range(open_row, end, N):
         row = tile_rows(tile_pages(pages, i_t, end, PS, N), i_t, base, PS, N)
@@ -167,7 +180,7 @@ def prefill_tile(
         visible = (i_t + o_n)[None, :] < tl.minimum(past + j + 1, end)[:, None]
         m, l, acc = prefill_step(
             m, l, acc, b_q, q_bias, k_data, k_scale, v_data, v_scale, row, ok, visible, scale, D, True,
-            LOAD_K, K_PIECES, K_SCALED, K_MMA, LOAD_V, V_PIECES, V_BIAS, V_SCALED, V_MMA, PRECISION,
+            LOAD_K, K_PIECES, K_SCALED, K_MMA, LOAD_V, V_PIECES, V_PAIRS, V_BIAS, V_SCALED, V_MMA, PRECISION,
         )  # fmt: skip
 
     if DIRECT:
@@ -177,6 +190,6 @@ def prefill_tile(
         p_o = out + (i_o * NUM_TIERS + TIER)[:, None] * D
         tl.store(lse + i_o * NUM_TIERS + TIER, m + tl.log2(l), mask=query_ok)
     share_of = 1.0 / tl.maximum(l, 1e-30)
-    for p in tl.static_range(V_PIECES):
-        o_c = piece_channels(D, V_PIECES, V_PAIRS, p)
-        tl.store(p_o + o_c[None, :], acc[p] * (share_of * V_GAIN[p])[:, None], mask=query_ok[:, None])
+    for i in tl.static_range(V_PIECES // V_PAIRS):
+        o_c = piece_channels(D, V_PIECES // V_PAIRS, 1, i)
+        tl.store(p_o + o_c[None, :], acc[i] * (share_of * V_GAIN[i * V_PAIRS])[:, None], mask=query_ok[:, None])

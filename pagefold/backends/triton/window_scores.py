@@ -13,7 +13,8 @@ def window_queries(
     window, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, Q: tl.constexpr,
     P: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, MMA: tl.constexpr,
 ):  # fmt: skip
-    """(pieces [D / P, Q] of the queries [R, W, D], their bias [Q]); query r * WP + u is query u of head r."""
+    """(pieces [D / P, Q] of the queries [R, W, D], their bias [Q]); query r * WP + u is query u of head r.
+    What all pieces have of their gain, GAIN[0], is left to the scale of the logits."""
     o_q = tl.arange(0, Q)
     r, u = o_q // WP, o_q % WP
     b_q = ()
@@ -21,7 +22,7 @@ def window_queries(
     for p in tl.static_range(P):
         at = (r * W + u)[None, :] * D + piece_channels(D, P, PAIRS, p)[:, None]
         mask = ((r < R) & (u < W))[None, :]
-        piece = (tl.load(window + at, mask=mask, other=0.0).to(tl.float32) * GAIN[p]).to(MMA)
+        piece = (tl.load(window + at, mask=mask, other=0.0).to(tl.float32) * (GAIN[p] / GAIN[0])).to(MMA)
         bias += tl.sum(piece.to(tl.float32), 0) * BIAS[p]
         b_q = b_q + (piece,)
     return b_q, bias
@@ -92,6 +93,7 @@ def window_sums(
     stop = tl.minimum(start + share, stop)
     o_q, o_n = tl.arange(0, Q), tl.arange(0, N)
     seen = tl.where(o_q % WP < W, n - W + o_q % WP + 1, 0)
+    scale *= GAIN[0]
     b_q, bias = window_queries(window + i_head * R * W * D, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     pages = page_table + line * max_pages
     base = (first_column + i_c).to(tl.int64) * num_pages
@@ -175,6 +177,7 @@ def window_weights(
     for i in range(0, num_sums):
         total += tl.exp2(tl.load(p_s + i * Q) - m)
 
+    scale *= GAIN[0]
     b_q, bias = window_queries(window + i_head * R * W * D, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     base = (first_column + i_c).to(tl.int64) * num_pages
     i_row = i_t + o_n
