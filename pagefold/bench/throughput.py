@@ -37,6 +37,7 @@ from pagefold.models.spec import ModelSpec
 WARM_UP_TOKENS = 4
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 8
 SUITE_DTYPES = ("bfloat16", "float32")
+SUITE_KV_BYTES = {"bfloat16": 300 << 20, "float32": 600 << 20}  # what the full cache of W2 needs, and a little more
 # on a CPU a compaction costs about as much as a step, so it is done every 128 tokens instead of every page
 FOLDED = {"kv_eviction": "zipage", "kv_budget": 256, "kv_buffer": 128}
 EXACT = ("float32", "float64")
@@ -269,8 +270,10 @@ def suite_cases(options: dict[str, Any]) -> list[Case]:
     dtypes = SUITE_DTYPES if options.get("dtype", "auto") == "auto" else (options["dtype"],)
     cases = []
     for dtype in dtypes:
+        pool = {"kv_cache_memory_bytes": SUITE_KV_BYTES[dtype]} if dtype in SUITE_KV_BYTES else {}
         for name, shape in SHAPES.items():
-            variants = [options] if name == "W1" else [options, options | FOLDED]
+            full = pool | options
+            variants = [full] if name == "W1" else [full, full | FOLDED]
             engines = {engine_name(variant): variant | {"dtype": dtype} for variant in variants}
             workload = random_workload(*shape, vocab_size, options.get("seed", 0), special_ids)
             cases.append(Case(name, workload, dtype, engines))
