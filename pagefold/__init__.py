@@ -10,7 +10,7 @@ _PUBLIC = {
     "InputError": "pagefold.core.types",
     "EngineConfig": "pagefold.core.config",
 }
-__all__ = list(_PUBLIC)
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "InputError", "RequestOutput", "SamplingParams"]  # noqa: F822
 __version__ = "0.1.0.dev0"
 
 
