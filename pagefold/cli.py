@@ -22,6 +22,8 @@ from pagefold.core.types import InputError, Request, SamplingParams
 ALIASES = {"page_size": ["--block-size"], "num_pages": ["--num-gpu-blocks-override"]}  # as vLLM calls them
 REFUSED, INTERRUPTED = 2, 130
 
+CHAT_LACKS = frozenset({"n", "logprobs", "prompt_logprobs", "detokenize"})  # one answer, as text
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Input that cannot be served is one line on stderr and exit code 2."""
@@ -75,7 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     chat = _verb(verbs, "chat", _chat, "talk to a model; /reset forgets, /stats counts KV rows, /quit ends")
     chat.add_argument("--system", metavar="TEXT", help="system message")
-    _add_sampling_flags(chat, max_tokens=512, temperature=0.7)
+    _add_sampling_flags(chat, without=CHAT_LACKS, max_tokens=512, temperature=0.7)
 
     _verb(verbs, "inspect", _inspect, "what a model is and how much KV fits, without loading weights")
 
@@ -101,13 +103,13 @@ def _verb(verbs: Any, name: str, func: Callable[[argparse.Namespace], int | None
 # ---- flags from fields
 
 
-def _add_sampling_flags(parser: _Parser, **defaults: Any) -> None:
+def _add_sampling_flags(parser: _Parser, without: frozenset[str] = frozenset(), **defaults: Any) -> None:
     """A flag per field of SamplingParams; those that the engine's flags set for all requests are not repeated."""
     group = parser.add_argument_group("sampling, as in pagefold.SamplingParams")
     engine = {leaf.name for leaf in EngineConfig.leaves()}
     parser.set_defaults(**defaults)
     for field in dataclasses.fields(SamplingParams):
-        if field.name not in engine:
+        if field.name not in engine | without:
             _add_flag(group, field, "", defaults.get(field.name, field.default))
 
 

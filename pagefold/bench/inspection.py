@@ -81,7 +81,8 @@ def _capacity_facts(config: EngineConfig, spec: ModelSpec, geometry: KVGeometry,
         f"{tier} pages": f"{pages - 1} ({(pages - 1) * page_bytes / 1e6:.1f} MB)"
         for tier, pages, page_bytes in zip(TIERS, geometry.num_pages, geometry.bytes_per_page, strict=False)
     }
-    facts["tokens, none evicted"] = f"{manager.fits_tokens(policy)} in hot pages, over all requests"
+    hot_tokens = (geometry.num_pages[0] - 1) // geometry.num_groups * geometry.page_size
+    facts["tokens, none evicted"] = f"{hot_tokens} in hot pages, over all requests"
     peaks = manager.peak_pages(policy, 1, context)
     at_once = min((pages - 1) // peak for pages, peak in zip(geometry.num_pages, peaks, strict=False) if peak)
     held = " and ".join(f"{peak} {tier}" for tier, peak in zip(TIERS, peaks, strict=True) if peak)

@@ -61,7 +61,7 @@ class SamplingParams:
     stop                  strings that end the text; excluded unless `include_stop_str_in_output`
     stop_token_ids        ids that end the text, besides the model's EOS ids
     max_tokens            None: as many as the context and the pool allow
-    min_tokens            EOS ids and stop ids are masked until this many tokens are out
+    min_tokens            EOS ids and stop ids are masked, and stop strings not looked for, until this many are out
     logprobs              None, or how many alternatives to report a token (0: only the chosen one)
     prompt_logprobs       the same for the prompt's tokens
     logit_bias            {token id: added to its logit}

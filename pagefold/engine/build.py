@@ -55,24 +55,29 @@ def load_model(config: EngineConfig) -> Loaded:
     source = resolve(config.model.model)
     spec = ModelSpec.from_hf(source.config())
     dtype = choose_dtype(config.model.dtype)
-    max_len = config.model.max_model_len
+    max_len = _max_model_len(config, spec)
     if config.model.load_format == "dummy":
         tensors = dummy_tensors(spec, config.model.seed, dtype)
     else:
         tensors = source.tensors()
-    decoder = load_decoder(spec, tensors, dtype, max_len or spec.max_model_len)
+    decoder = load_decoder(spec, tensors, dtype, max_len)
     tokenizer = source.tokenizer() if config.model.tokenizer is None else resolve(config.model.tokenizer).tokenizer()
     eos = tokenizer.eos_token_ids if tokenizer else spec.eos_token_ids
     return Loaded(decoder, spec, tokenizer, tuple(eos) or spec.eos_token_ids)
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    max_model_len = config.model.max_model_len or spec.max_model_len
+    if max_model_len > spec.max_context:
+        raise InputError("max_model_len", f"got {max_model_len}, the model's context holds {spec.max_context}")
+    return max_model_len
 
 
 def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     """Everything from the options. `loaded` reuses a model that is in memory already."""
     loaded = loaded or load_model(config)
     spec, decoder = loaded.spec, loaded.decoder
-    max_model_len = config.model.max_model_len or spec.max_model_len
-    if max_model_len > spec.max_context:
-        raise InputError("max_model_len", f"got {max_model_len}, the model's context holds {spec.max_context}")
+    max_model_len = _max_model_len(config, spec)
     layout = build_layout(config, spec)
     policies = PolicyMaker(config, layout)
     formats = build_formats(config, decoder.dtype)
@@ -85,7 +90,7 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
         for counts in (geometry.num_pages, geometry.num_host_pages)
     )
     kv = build_view(config, spec, layout, stores, geometry, decoder, max_model_len, policies.has_window)
-    backend = build_backend(config, decoder.dtype)
+    backend = build_backend(config)
     runner = ModelRunner(decoder, backend, kv, host, spec.vocab_size)
     manager = KVManager(geometry, config.cache.enable_prefix_caching)
     return Engine(
@@ -113,7 +118,7 @@ def build_formats(config: EngineConfig, dtype: torch.dtype) -> list[FormatPair]:
     return formats
 
 
-def build_backend(config: EngineConfig, dtype: torch.dtype) -> Backend:
+def build_backend(config: EngineConfig) -> Backend:
     return make_backend("cpu" if config.model.backend == "auto" else config.model.backend)
 
 

@@ -54,6 +54,7 @@ class Detokenizer:
         self._pieces: list[str] = []  # released text
         self._held: deque[str] = deque()  # what each held character will show: itself, or "" if it is not shown
         # sentencepiece drops a space that begins a text, and a text begins here if the prompt shows none
+        self._num_ids = 0
         self._begins = all(id in tokenizer.special_ids for id in prompt_ids)
 
     @property
@@ -85,10 +86,12 @@ class Detokenizer:
         """The text that becomes certain by one more id."""
         if self.stopped is not None:
             return ""
+        self._num_ids += 1
         data = self._bytes(id)
         if self._params.skip_special_tokens and id in self._tokenizer.special_ids:
             spelling = data.decode("utf-8", "replace")
-            return self._match(spelling, shown=False) if any(spelling in s.text for s in self._stops) else ""
+            watched = self._watching and any(spelling in s.text for s in self._stops)
+            return self._match(spelling, shown=False) if watched else ""
         if data and self._begins:
             self._begins = False
             if data.startswith(b" ") and self._tokenizer.decode([id]) == data[1:].decode("utf-8", "replace"):
@@ -103,7 +106,12 @@ class Detokenizer:
 
     def _read(self, data: bytes, final: bool = False) -> str:
         text = self._utf8.decode(data, final)
-        return self._match(text, shown=True) if self._stops else text
+        return self._match(text, shown=True) if self._watching else text
+
+    @property
+    def _watching(self) -> bool:
+        """Stop strings count from the first text after `min_tokens` tokens."""
+        return bool(self._stops) and self._num_ids > self._params.min_tokens
 
     def _match(self, text: str, shown: bool) -> str:
         """Run characters past the stop strings; returns the shown ones that can be part of none."""

@@ -105,11 +105,21 @@ class Engine:
     # ---- one step
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns the requests that got tokens or finished, with everything they have so far."""
+        """Compute one step. Returns the requests that got tokens or finished, with everything they have so far.
+
+        If the worker fails, rows of the step may be missing: every request is aborted, the cache of prefixes learns
+        nothing of the step, the error is raised, and the engine goes on with whatever is added next.
+        """
         plan = self.scheduler.plan()
         if plan is None:
             return []
-        touched = self.scheduler.update(self.runner.execute(plan))
+        try:
+            result = self.runner.execute(plan)
+        except BaseException:
+            for request_id in list(self._served):
+                self.abort(request_id)
+            raise
+        touched = self.scheduler.update(result)
         changed: dict[str, _Served] = {}
         for seq in touched:
             served, choice = self._owner[seq]
@@ -132,8 +142,10 @@ class Engine:
         if choice.detokenizer:
             hide = seq.finish_reason is FinishReason.STOP and not sampling.include_stop_str_in_output
             choice.detokenizer.push(new[:-1] if hide else new)
-            if choice.detokenizer.stopped is not None and not seq.finished:
+            if choice.detokenizer.stopped is not None and seq.finish_reason is not FinishReason.ABORT:
                 self.scheduler.finish(seq, FinishReason.STOP, choice.detokenizer.stopped)
+                # the token that completed it may have been the last one allowed
+                seq.finish_reason, seq.stop_reason = FinishReason.STOP, choice.detokenizer.stopped
             if seq.finished:
                 choice.detokenizer.finish()
             output.text = choice.detokenizer.text
@@ -175,6 +187,12 @@ class Engine:
         limit = f"must be in [0, {self.vocab_size})"
         if not request.prompt:
             raise InputError("prompt", "is empty: there must be at least one token")
+        if not isinstance(request.priority, int):
+            raise InputError("priority", f"got {request.priority!r}, must be an integer")
+        try:
+            request.cache_salt.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise InputError("cache_salt", f"got {request.cache_salt!r}, must be text that UTF-8 can hold") from None
         sampling = request.sampling
         for field, ids in (
             ("prompt", request.prompt),
@@ -200,7 +218,7 @@ class Engine:
         if max_tokens is None:
             max_tokens = room
             if not policy.evicts:
-                max_tokens = max(1, min(room, self.manager.fits_tokens(policy) - length + 1))
+                max_tokens = min(room, max(1, self.manager.fits_tokens(policy, length, limit) - length + 1))
         max_tokens = min(max_tokens, room)
         self.manager.check_fits(policy, length, length + max(max_tokens, 1) - 1)
         return max_tokens

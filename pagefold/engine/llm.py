@@ -103,6 +103,8 @@ class LLM:
         each = params if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise InputError("sampling_params", f"got {len(each)} for {len(prompts)} prompts")
+        if not all(isinstance(sampling, SamplingParams) for sampling in each):
+            raise InputError("sampling_params", f"got {each!r}, must be SamplingParams, one or a list")
         ids = []
         try:
             for (text, tokens), sampling in zip(prompts, each, strict=True):

@@ -11,6 +11,8 @@ from pagefold.kv.layout import HeadLayout
 from pagefold.kv.state import FoldPolicy
 from pagefold.store.format import Plane
 
+MAX_BUDGET = 1 << 30  # rows; lengths are int32
+
 
 def build_scorer(spec: str, field: str = "kv_eviction") -> Scorer | None:
     """None for "none"; a bad spec is an InputError that lists what is known."""
@@ -51,6 +53,7 @@ class PolicyMaker:
 
     def _make(self, spec: str, budget: int, when: str) -> FoldPolicy:
         evict, cache = self.config.eviction, self.config.cache
+        budget = min(budget, MAX_BUDGET)
         scorer = build_scorer(spec)
         never = FoldPolicy(
             scorer=None,

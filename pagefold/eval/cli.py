@@ -236,8 +236,13 @@ def run_profile_command(args: argparse.Namespace) -> int:
     from pagefold.kv.profile import profile_report, save_profile
 
     options = engine_options(args)
+    config = EngineConfig.from_options(**options)
+    if args.tokens < 1 or args.tokens % config.period:
+        raise InputError("tokens", f"got {args.tokens}, must be a positive multiple of kv_buffer ({config.period})")
+    if not args.out.parent.is_dir():
+        raise InputError("out", f"the folder {args.out.parent} does not exist")
     texts = [load_text(source) for source in args.texts]
-    loaded = load_model(EngineConfig.from_options(**options))
+    loaded = load_model(config)
     samples = []
     for text in texts:
         samples += cut_samples(encode_text(loaded.tokenizer, text), args.tokens)[: args.samples]

@@ -77,6 +77,8 @@ def run_perplexity(
     """
     bos = loaded.tokenizer.encode("") if loaded.tokenizer else []
     windows = cut_windows(ids, window, bos)
+    if not windows:
+        raise InputError("tokens", f"got {len(ids)} tokens of text, at least 2 are needed")
     dtype = str(loaded.decoder.dtype).removeprefix("torch.")
     text = hashlib.sha256(np.array(ids, np.int64).tobytes()).hexdigest()[:16]
     known = load_records(path)

@@ -65,7 +65,7 @@ class HeadLayout:
         floor    rows that selection protects (sinks and window); no group gets less
         Returns int32[G], multiples of `page_size`.
         """
-        rows = np.maximum(self.weight * budget, max(floor, 1))
+        rows = np.clip(self.weight * budget, max(floor, 1), 1 << 30)  # counts are int32
         return (np.maximum(np.round(rows / page_size), -(-floor // page_size)).clip(1) * page_size).astype(np.int32)
 
 

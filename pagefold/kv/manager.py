@@ -1,6 +1,7 @@
 """The scheduler's only door to KV memory: admission by reservation, growth, folding, prefix hits, swap."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,8 +81,11 @@ class KVManager:
         pages = lambda rows: np.minimum(-(-np.asarray(rows) // size), math.ceil(last / size))  # noqa: E731
         budget = policy.budget
         if not policy.evicts:
-            hot = last if policy.cold_after is None else max(prompt_len, policy.cold_after + policy.period + size)
-            cold = 0 if policy.cold_after is None else max(0, last - policy.cold_after)
+            hot, cold = last, 0
+            if policy.cold_after is not None:
+                prompt_rows = -(-prompt_len // policy.period) * policy.period
+                hot = max(prompt_rows, policy.cold_after + size + policy.period) + policy.lag
+                cold = max(0, last - policy.cold_after)
             return [int(pages([hot] * len(budget)).sum()), int(pages([cold] * len(budget)).sum())]
         decode = budget + policy.period + policy.lag
         if policy.cold_after is not None:
@@ -126,9 +130,13 @@ class KVManager:
                 raise InputError("prompt", f"{limit}: {facts}")
             raise InputError("max_tokens", f"got {last - prompt_len + 1}, at most {most - prompt_len + 1} fit: {facts}")
 
-    def fits_tokens(self, policy: FoldPolicy) -> int:
-        """Tokens of the longest never-evicting sequence that the pool holds."""
-        return (self.pools[HOT].num_pages - 1) // self.geometry.num_groups * self.geometry.page_size
+    def fits_tokens(self, policy: FoldPolicy, prompt_len: int, most: int) -> int:
+        """Tokens, at most `most`, of the longest never-evicting sequence with this prompt that the pools hold."""
+
+        def too_long(last: int) -> bool:
+            return any(n >= p.num_pages for n, p in zip(self.peak_pages(policy, prompt_len, last), self.pools))
+
+        return prompt_len - 1 + bisect_left(range(prompt_len, most + 1), True, key=too_long)
 
     def _spare(self, extra: KVState | None = None) -> list[int]:
         """Pages kept per tier for compactions in flight: enough for the expected number at once and one more."""
@@ -209,8 +217,13 @@ class KVManager:
         else:
             # a hit on a page that only a reserved sequence holds will not come back when that one folds
             shared = int(pool.reserved[hit_pages][pool.refs[hit_pages] == 1].sum())
-            fresh = -(-len(tokens) // size) * groups - len(hit_pages)
-            if self.room() - margin < fresh + idle + shared:
+            need = -(-len(tokens) // size) * groups
+            if not policy.evicts:  # with a cold tier not all of them are hot at once
+                need = min(need, self.peak_pages(policy, prompt_len, last)[HOT])
+            fresh = max(0, need - len(hit_pages))
+            flying = self._in_flight()[HOT]
+            own_spare = max(0, self._spare(kv)[HOT] - flying) - max(0, self._spare()[HOT] - flying)
+            if self.room() - own_spare - margin < fresh + idle + shared:
                 return None
         kv.slot = self._slots.pop()
         kv.index_key = key

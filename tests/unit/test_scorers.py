@@ -239,7 +239,7 @@ def test_random_scores_are_uniform_and_differ_by_every_part_of_their_key():
         ("zipage:alpha=-1", r"alpha: got -1.0, must be a number in \[0, 1\]"),
         ("zipage:threshold=-0.1", "threshold: got -0.1, must be a number >= 0"),
         ("zipage:block=0", "block: got 0, must be an integer >= 1"),
-        ("expected:horizon=0", "horizon: got 0, must be an integer >= 1"),
+        ("expected:horizon=0", "horizon: got 0, must be an integer in \\[1, 65536\\]"),
         ("expected:eps=-1", "eps: got -1.0, must be a number >= 0"),
     ],
 )

@@ -19,6 +19,7 @@ def require_kernel(kernel: int) -> None:
 
 def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
     """Every row's score becomes the best among its `kernel` nearest rows, itself included. float[J, C, N]."""
+    kernel = min(kernel, 2 * scores.shape[-1] - 1)  # a wider one sees no more
     return F.max_pool1d(scores.masked_fill(~valid, -torch.inf), kernel, stride=1, padding=kernel // 2)
 
 

@@ -33,7 +33,7 @@ class ExpectedAttention:
     eps: float = 0.01
 
     def __post_init__(self):
-        require(self.horizon >= 1, "horizon", self.horizon, "an integer >= 1")
+        require(1 <= self.horizon <= 1 << 16, "horizon", self.horizon, "an integer in [1, 65536]")
         require(self.eps >= 0, "eps", self.eps, "a number >= 0")
 
     def score(self, ctx: ScoreContext) -> Tensor:

@@ -1,0 +1,110 @@
+"""What a request may not do to the engine or to others, found by reading."""
+
+import pytest
+
+from pagefold.core.types import InputError, Request, SamplingParams
+from tests.engine.tiny import assert_drained, greedy, prompt_of, tiny_engine, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+
+
+def drain(engine):
+    done = {}
+    for _ in range(2000):
+        if not engine.has_work:
+            return done
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+    raise AssertionError("no progress")
+
+
+def test_a_failed_step_ends_its_requests_and_leaves_a_working_engine_with_an_honest_prefix_cache():
+    engine = tiny_engine(page_size=4, max_num_batched_tokens=16)
+    prompt = tuple(prompt_of(40))
+    alone = tiny_engine(page_size=4)
+    alone.add(Request("a", prompt, greedy(5)))
+    truth = drain(alone)["a"].outputs[0].token_ids
+    engine.add(Request("a", prompt, greedy(5)))
+    engine.step()
+    execute, engine.runner.execute = engine.runner.execute, lambda plan: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.runner.execute = execute
+    assert not engine.has_work
+    assert_drained(engine)
+    engine.add(Request("b", prompt, greedy(5)))
+    assert drain(engine)["b"].outputs[0].token_ids == truth
+
+
+@pytest.mark.parametrize("budget", [2**31, 10**400, 2**31 - 1])
+def test_a_huge_budget_keeps_every_row(budget):
+    engine = tiny_engine(page_size=4, kv_eviction="recency", kv_window=2, kv_budget=16)
+    engine.add(Request("a", tuple(prompt_of(30)), SamplingParams(temperature=0, max_tokens=9, kv_budget=budget)))
+    assert drain(engine)["a"].kv.rows_evicted == 0
+
+
+def test_a_huge_pooling_kernel_is_as_wide_as_the_rows():
+    engine = tiny_engine(page_size=4, kv_eviction="snapkv:kernel=1000000000000000001", kv_window=2, kv_budget=16)
+    engine.add(Request("a", tuple(prompt_of(30)), greedy(20)))
+    assert drain(engine)["a"].kv.compactions > 0
+
+
+@pytest.mark.parametrize("field, value", [("priority", "1"), ("cache_salt", "\ud800"), ("cache_salt", 3)])
+def test_odd_fields_of_a_request_are_refused_by_name(field, value):
+    engine = tiny_engine()
+    with pytest.raises(InputError, match=field):
+        engine.add(Request("a", (1, 2, 3), greedy(2), **{field: value}))
+    engine.add(Request("b", (1, 2, 3), greedy(2)))
+    assert len(drain(engine)["b"].outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize("after, share, lag, pages, prompt", [(0, 0.8, 0, 3, 9), (4, 0.5, 1, 4, 16)])
+def test_a_tight_cold_tier_serves_or_refuses(after, share, lag, pages, prompt):
+    engine = tiny_engine(
+        page_size=4,
+        kv_cold_format="fp32",
+        kv_cold_after=after,
+        kv_cold_share=share,
+        kv_lag=lag,
+        kv_buffer=8,
+        num_pages=pages,
+    )
+    try:
+        engine.add(Request("a", tuple(prompt_of(prompt)), greedy(12)))
+    except InputError:
+        return
+    assert len(drain(engine)["a"].outputs[0].token_ids) == 12
+
+
+def forced(text: str, **options) -> SamplingParams:
+    """Greedy, and nothing but these characters."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    return SamplingParams(temperature=0, allowed_token_ids=ids, ignore_eos=True, **options)
+
+
+def test_a_stop_string_completed_by_the_last_allowed_token_is_a_stop():
+    engine = tiny_engine()
+    engine.add(Request("a", (1, 2, 3), forced("x", stop="xxx", max_tokens=3)))
+    [choice] = drain(engine)["a"].outputs
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == ("", "stop", "xxx")
+
+
+def test_stop_strings_wait_for_min_tokens():
+    engine = tiny_engine()
+    engine.add(Request("a", (1, 2, 3), forced("x", stop="xxx", min_tokens=10, max_tokens=40)))
+    [choice] = drain(engine)["a"].outputs
+    assert (choice.text, len(choice.token_ids), choice.stop_reason) == ("x" * 10, 13, "xxx")
+
+
+@pytest.mark.parametrize("length", [40, 43, 44, 47])
+def test_a_prompt_under_pressure_in_a_pool_smaller_than_it_folds_from_the_start(length):
+    engine = tiny_engine(
+        page_size=4,
+        kv_eviction="zipage",
+        kv_evict_when="pressure",
+        kv_prefill_buffer=12,
+        num_pages=12,
+        kv_budget=16,
+        kv_window=2,
+    )
+    engine.add(Request("a", tuple(prompt_of(length)), greedy(6)))
+    assert len(drain(engine)["a"].outputs[0].token_ids) == 6
