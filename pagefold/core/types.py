@@ -311,7 +311,8 @@ class SampleSpec:
 class StepPlan:
     """The only message from the scheduler to the worker: picklable, recordable, replayable.
 
-    tokens      int32[T]   token ids of all chunks, one after the other
+    tokens      int32[T]   token ids of all chunks, one after the other; -1 stands for the token drawn last for the
+                chunk's slot, which planning ahead does not know yet
     samples     one per chunk with num_logits > 0, in the order of `chunks`; None where the logits are wanted only
                 for prompt logprobs
     prompt_targets   {index into `chunks`: (the ids that follow the chunk's tokens inside the prompt, how many

@@ -114,7 +114,7 @@ class Engine:
         if plan is None:
             return []
         try:
-            result = self.runner.execute(plan)
+            result = self.runner.launch(plan).result()
         except BaseException:
             for request_id in list(self._served):
                 self.abort(request_id)

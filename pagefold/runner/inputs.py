@@ -7,10 +7,12 @@ from pagefold.backends.base import ForwardInputs
 from pagefold.core.types import StepPlan
 
 
-def forward_inputs(plan: StepPlan, device: torch.device) -> ForwardInputs:
-    """Positions, chunk bounds, rows that want logits, and where the windows' queries go.
+def forward_inputs(plan: StepPlan, drawn: torch.Tensor) -> ForwardInputs:
+    """Tokens, positions, chunk bounds, rows that want logits, and where the windows' queries go.
 
     Query j of a window is the query of token window_start + j; the tokens of a chunk before window_start are not kept.
+
+    drawn   int64[slots], the token drawn last for each slot: what a plan calls -1
     """
     starts = np.array([c.start for c in plan.chunks], np.int64)
     lens = np.array([c.num_tokens for c in plan.chunks], np.int64)
@@ -23,10 +25,13 @@ def forward_inputs(plan: StepPlan, device: torch.device) -> ForwardInputs:
     window_slot = np.repeat(np.array([c.window_slot for c in plan.chunks], np.int64), lens)
     window_index = positions - np.repeat(np.array([c.window_start for c in plan.chunks], np.int64), lens)
     kept = np.flatnonzero((window_slot > 0) & (window_index >= 0))
-    tensor = lambda a: torch.from_numpy(np.ascontiguousarray(a, np.int64)).to(device)  # noqa: E731
+    tensor = lambda a: torch.from_numpy(np.ascontiguousarray(a, np.int64)).to(drawn.device)  # noqa: E731
     slots, seq_lens = [c.slot for c in plan.chunks], (starts + lens).tolist()
+    tokens = tensor(plan.tokens)
+    if (plan.tokens < 0).any():
+        tokens = torch.where(tokens < 0, drawn[tensor(np.repeat(slots, lens))], tokens)
     return ForwardInputs(
-        tokens=tensor(plan.tokens),
+        tokens=tokens,
         positions=tensor(positions),
         q_start=tensor(q_start),
         slots=tensor(slots),

@@ -24,8 +24,22 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class Launched:
+    """A step that may still be running on the device."""
+
+    def __init__(self, result: StepResult):
+        self._result = result
+
+    def result(self) -> StepResult:
+        """Wait for the step and return what it drew."""
+        return self._result
+
+
 class ModelRunner:
     """Turns a plan into a result, and nothing else: no decision is taken here.
+
+    Steps are launched in the order of their plans. A plan may be launched before the one before it was waited for: a
+    token it does not know yet (-1) is the one drawn last for that slot, which never leaves the device in between.
 
     model     forward pass and head
     backend   whoever touches page bytes
@@ -40,18 +54,19 @@ class ModelRunner:
         self.host = host
         self.sampler = Sampler(vocab_size)
         self.compressor = Compressor(backend, kv, model.scale)
+        self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=kv.page_table.device)  # by slot
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         self._apply(plan.edits)
         self._swap(plan.swaps)
         if not plan.chunks:
-            return StepResult(plan.step, [], [], {})
-        fwd = forward_inputs(plan, self.kv.page_table.device)
+            return Launched(StepResult(plan.step, [], [], {}))
+        fwd = forward_inputs(plan, self._drawn)
         hidden = self.model.forward(fwd, self.kv, self.backend)
         result = self._sample(plan, self.model.logits(hidden[fwd.logits_at]))
         self.compressor.run(plan.jobs, plan.policies)
-        return result
+        return Launched(result)
 
     def _apply(self, edits: TableEdits) -> None:
         """Edits are in order and later ones win, which numpy's assignment guarantees and torch's does not."""
@@ -87,4 +102,5 @@ class ModelRunner:
             rows = logits if len(drawn) == len(logits) else logits[torch.from_numpy(ends[drawn] - 1)]
             for n, token, logprob in zip(drawn, *self.sampler.sample(rows, specs), strict=True):
                 ids[n], logprobs[n] = token, logprob
+                self._drawn[wanted[n][1].slot] = token or 0
         return StepResult(plan.step, ids, logprobs, prompt)
