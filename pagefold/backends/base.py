@@ -58,9 +58,9 @@ class ForwardInputs:
     slots          int64[B]
     seq_lens       int64[B]     tokens of the sequence once this chunk is stored
     logits_at      int64[N]     tokens whose logits are wanted
-    window_tokens  int64[W]     tokens of the batch whose queries are kept for a coming compaction
-    window_slots   int64[W]     where: window slot ...
-    window_index   int64[W]     ... and place in it
+    window_slots   int64[T]     window slot that a token's query is kept in for a coming compaction; 0: not kept
+    window_index   int64[T]     and place in it
+    keeps_window   False if no query is kept
     host_*         lengths and slots again as Python ints, so that no backend reads a tensor back
     plan           index tables that a backend derives from the batch at its first layer and keeps for the others;
                    None in a fresh batch, and again after any edit of the page tables
@@ -72,13 +72,28 @@ class ForwardInputs:
     slots: Tensor
     seq_lens: Tensor
     logits_at: Tensor
-    window_tokens: Tensor
     window_slots: Tensor
     window_index: Tensor
+    keeps_window: bool
     host_q_lens: list[int]
     host_slots: list[int]
     host_seq_lens: list[int]
     plan: object | None = None
+
+
+@dataclass
+class HeadTurn:
+    """How queries and keys are made ready: each head is normed (Qwen3 does), then rotated by its position (RoPE).
+
+    cos_sin   float32[max_model_len, 2, D / 2], by position, what they are scaled by worked in; float64 for a float64
+              model
+    weight    of the norm, cos_sin's dtype [2, D], of queries and of keys; or None
+    eps       of the norm
+    """
+
+    cos_sin: Tensor
+    weight: Tensor | None
+    eps: float
 
 
 @dataclass
@@ -112,16 +127,18 @@ class JobBatch:
 
 
 class Backend(Protocol):
-    """Who reads and writes pages. `reference` is the truth; every other backend is tested against it.
+    """Who reads and writes pages, and does the arithmetic between the model's matrix products. `reference` is the
+    truth; every other backend is tested against it.
 
     Row data come and go in float32, or in float64 where the model computes in float64.
     """
 
     name: str
 
-    def append(self, kv: KVView, layer: int, q: Tensor, k: Tensor, v: Tensor, fwd: ForwardInputs) -> None:
-        """Encode the new tokens' K and V rows (float[T, H, D], post-RoPE) into the hot tier and clear their state;
-        keep the window's queries (q: float[T, Hq, D], post-RoPE)."""
+    def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
+        """Turn the new tokens' queries and keys (qkv: float[T, Hq + 2 H, D], queries first; it may be overwritten),
+        encode K and V into the hot tier, clear the rows' state, keep the window's queries. Without `turn`, heads are
+        ready as they are. Returns the queries, [T, Hq, D]."""
         ...
 
     def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
@@ -150,4 +167,16 @@ class Backend(Protocol):
 
     def copy_pages(self, src: PageStore, src_pages: Tensor, dst: PageStore, dst_pages: Tensor) -> None:
         """Copy whole pages between stores of the same format, every plane: swap out and in."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x[T, n] * weight / sqrt(mean(x^2) + eps), computed in weight's dtype, float32 at least, and rounded once."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x += delta, in place; returns the norm of the sum."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of gate_up[T, 2 F], gate first: [T, F]."""
         ...

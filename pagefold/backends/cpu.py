@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from pagefold.backends import cpu_decode
-from pagefold.backends.base import ForwardInputs, JobBatch, KVView
+from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
+from pagefold.backends.torch_ops import TorchOps, turned_heads
 from pagefold.store.format import RowCodec
 from pagefold.store.lowbit import hadamard
 from pagefold.store.pagestore import PageStore
@@ -63,12 +64,14 @@ class Plan:
     rows     L times int64[T * H]   flat row in the hot planes for each new row
     spans    chunks that torch attends to
     decode   (tokens, slots, seq_lens), int64 each, of the chunks of one token that the C kernel attends to, or None
+    kept     int64[W], tokens whose queries go to a window, or None
     """
 
     kv: KVView
     rows: list[Tensor]
     spans: list[Span]
     decode: tuple[Tensor, Tensor, Tensor] | None
+    kept: Tensor | None
 
 
 def _raw(plane: Tensor) -> Tensor:
@@ -143,7 +146,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.lerp(own, before, share)
 
 
-class CpuBackend:
+class CpuBackend(TorchOps):
     name = "cpu"
 
     def __init__(self):
@@ -171,7 +174,8 @@ class CpuBackend:
 
         ones = (q_lens == 1).nonzero()[:, 0] if bound.decode else q_lens[:0]
         decode = (firsts[ones], fwd.slots[ones], fwd.seq_lens[ones]) if len(ones) else None
-        plan = Plan(kv, list(rows.flatten(1)), [], decode)
+        kept = fwd.window_slots.nonzero()[:, 0] if fwd.keeps_window else None
+        plan = Plan(kv, list(rows.flatten(1)), [], decode, kept)
         for b, (slot, q_len, seq_len) in enumerate(zip(fwd.host_slots, fwd.host_q_lens, fwd.host_seq_lens)):
             if q_len > 1 or not bound.decode:
                 num_rows = [seq_len - evicted for evicted in kv.evicted[slot].tolist()]
@@ -180,8 +184,10 @@ class CpuBackend:
         fwd.plan = plan
         return plan
 
-    def append(self, kv: KVView, layer: int, q: Tensor, k: Tensor, v: Tensor, fwd: ForwardInputs) -> None:
-        rows, bound = self._plan(kv, fwd).rows[layer], self._bind(kv)
+    def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
+        plan, bound = self._plan(kv, fwd), self._bind(kv)
+        rows = plan.rows[layer]
+        q, k, v = turned_heads(qkv, kv.group_of.shape[1], fwd.positions, turn)
         codecs = kv.tiers[0].format
         if codecs.k == codecs.v:
             (k_data, v_data), (k_scale, v_scale) = codecs.k.encode(torch.stack((k, v)))
@@ -193,8 +199,11 @@ class CpuBackend:
                 plane.index_copy_(0, rows, _raw(parts[name]).flatten(0, 1))
         for plane in bound.hot_state:
             plane.index_fill_(0, rows, 0)
-        if len(fwd.window_tokens):
-            kv.window[layer, fwd.window_slots, fwd.window_index] = q[fwd.window_tokens].to(kv.window.dtype)
+        if plan.kept is not None:
+            kv.window[layer, fwd.window_slots[plan.kept], fwd.window_index[plan.kept]] = q[plan.kept].to(
+                kv.window.dtype
+            )
+        return q
 
     def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
         plan, bound = self._plan(kv, fwd), self._bind(kv)

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import ForwardInputs, JobBatch, KVView
+from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
+from pagefold.backends.torch_ops import TorchOps, turned_heads
 from pagefold.store.pagestore import PageStore
 
 
@@ -59,10 +60,11 @@ def source_rows(kv: KVView, jobs: JobBatch, j: int) -> range:
     return range(first, first + int(jobs.num_src[j]))
 
 
-class Reference:
+class Reference(TorchOps):
     name = "reference"
 
-    def append(self, kv: KVView, layer: int, q: Tensor, k: Tensor, v: Tensor, fwd: ForwardInputs) -> None:
+    def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
+        q, k, v = turned_heads(qkv, kv.group_of.shape[1], fwd.positions, turn)
         token = 0
         for slot, q_len, seq_len in zip(fwd.host_slots, fwd.host_q_lens, fwd.host_seq_lens):
             for position in range(seq_len - q_len, seq_len):
@@ -76,8 +78,10 @@ class Reference:
                         if name.startswith("state."):
                             plane[page, column, index] = 0
                 token += 1
-        for token, slot, index in zip(fwd.window_tokens, fwd.window_slots, fwd.window_index):
-            kv.window[layer, slot, index] = q[token].to(kv.window.dtype)
+        for query, slot, index in zip(q, fwd.window_slots, fwd.window_index):
+            if slot > 0:
+                kv.window[layer, slot, index] = query.to(kv.window.dtype)
+        return q
 
     def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
         out = torch.empty_like(q)

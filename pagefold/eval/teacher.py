@@ -55,7 +55,7 @@ class Teacher:
 
     def read(self, windows: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None) -> list[Tensor]:
         """Hidden states that predict the tokens 1, 2, ... of each window: [len(window) - 1, hidden] in the model's
-        dtype, before the final norm.
+        dtype, the final norm applied.
 
         progress   told after every step how many tokens have been read
         Raises InputError if a window is longer than the context or the pool.
@@ -106,4 +106,5 @@ def compare(decoder: Decoder, full: Tensor, tested: Tensor, window: Sequence[int
 
 def log_probs(decoder: Decoder, hidden: Tensor) -> Tensor:
     """Log-probabilities [N, vocab] after hidden states [N, hidden]; float32, or float64 for a float64 model."""
-    return decoder.logits(hidden)[:, : decoder.spec.vocab_size].log_softmax(-1)
+    logits = decoder.logits(hidden)[:, : decoder.spec.vocab_size]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, dtype
 
-from pagefold.backends.base import Backend, ForwardInputs, KVView
+from pagefold.backends.base import Backend, ForwardInputs, HeadTurn, KVView
 from pagefold.models.layers import Linear, RMSNorm
-from pagefold.models.rope import Rotary, rotate_
+from pagefold.models.rope import cos_sin, inv_freq
 from pagefold.models.spec import ModelSpec
 
 
@@ -17,7 +16,8 @@ class Layer:
     """One block.
 
     qkv        [(Hq + 2 H) D, hidden]: rows of all query heads, then key heads, then value heads
-    qk_norm    weight [Hq + H, D], or None
+    qk_norm    weight [2, D], or None
+    gate_up    [2 F, hidden]: rows of the gate, then of what it scales
     """
 
     attention_norm: RMSNorm
@@ -25,14 +25,13 @@ class Layer:
     qk_norm: RMSNorm | None
     o: Linear
     mlp_norm: RMSNorm
-    gate: Linear
-    up: Linear
+    gate_up: Linear
     down: Linear
 
 
 @dataclass
 class Weights:
-    """embed: [vocab, hidden]; a tied head holds the same values in a layout of its own."""
+    """embed: [vocab, hidden]; a tied head holds the same values, on a CPU in a layout of its own."""
 
     embed: Tensor
     layers: list[Layer]
@@ -48,41 +47,32 @@ class Decoder:
     max_model_len   tokens the RoPE table reaches: positions are below it (default: `spec.max_model_len`)
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, max_model_len: int | None = None):
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: dtype, max_model_len: int | None = None):
         self.spec = spec
         self.weights = weights
         self.dtype = dtype
+        self.device = weights.embed.device
         self.max_model_len = max_model_len or spec.max_model_len
         self.scale = spec.head_dim**-0.5
-        self.rotary = Rotary(spec.rope, spec.head_dim, self.max_model_len, dtype)
-        self.inv_freq = self.rotary.inv_freq
+        self.inv_freq = inv_freq(spec.rope, spec.head_dim, self.max_model_len).to(self.device)
+        table = cos_sin(spec.rope, self.inv_freq, self.max_model_len, weights.norm.weight.dtype)
+        self._turns = [HeadTurn(table, *(layer.qk_norm or (None, 0.0))) for layer in weights.layers]
 
     def forward(self, fwd: ForwardInputs, kv: KVView, backend: Backend) -> Tensor:
-        """Run the batch through all layers and store its K and V. Returns [T, hidden] before the final norm, which
-        `logits` applies to the rows it is given."""
+        """Run the batch through all layers and store its K and V. Returns [T, hidden], the final norm applied."""
+        layers, head_dim = self.weights.layers, self.spec.head_dim
         x = F.embedding(fwd.tokens, self.weights.embed)
-        cos, sin = self.rotary(fwd.positions)
-        for index, layer in enumerate(self.weights.layers):
-            q, k, v = self._qkv(layer, x, cos, sin)
-            backend.append(kv, index, q, k, v, fwd)
+        h = backend.rms_norm(x, *layers[0].attention_norm)
+        for index, layer in enumerate(layers):
+            qkv = layer.qkv(h).view(len(x), -1, head_dim)
+            q = backend.append(kv, index, qkv, fwd, self._turns[index])
             out = backend.attend(kv, index, q, fwd, self.scale)
-            x = layer.o.plus(out.flatten(1).to(x.dtype), x)
-            h = layer.mlp_norm(x)
-            x = layer.down.plus(layer.up.times(h, layer.gate.silu(h)), x)
-        return x
-
-    def _qkv(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys (normed, rotated) and values, as [T, heads, D] views of shared memory."""
-        num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        num_qk = num_heads + num_kv_heads
-        qkv = layer.qkv(layer.attention_norm(x)).view(-1, num_qk + num_kv_heads, self.spec.head_dim)
-        qk = qkv[:, :num_qk]
-        if layer.qk_norm:
-            qk = layer.qk_norm(qk)
-        rotate_(qk, cos, sin)
-        return qk[:, :num_heads], qk[:, num_heads:], qkv[:, num_qk:]
+            h = backend.add_rms_norm(x, layer.o(out.view(len(x), -1)), *layer.mlp_norm)
+            delta = layer.down(backend.silu_mul(layer.gate_up(h)))
+            after = layers[index + 1].attention_norm if index + 1 < len(layers) else self.weights.norm
+            h = backend.add_rms_norm(x, delta, *after)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of rows hidden[N, hidden] of `forward`'s result: float32[N, vocab], or float64 for a float64 model."""
-        out = self.weights.head(self.weights.norm(hidden))
-        return out if out.dtype == torch.float64 else out.float()
+        """Logits [N, vocab] of rows hidden[N, hidden] of `forward`'s result, in the model's dtype."""
+        return self.weights.head(hidden)

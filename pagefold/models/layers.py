@@ -1,5 +1,7 @@
 """The two layers a decoder is made of, for inference only."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,12 +18,12 @@ def _packable(weight: Tensor) -> bool:
 
 
 class Linear:
-    """x W^T + b, with what follows it in a decoder fused in.
+    """x W^T + b
 
     weight   [out, in]; on a CPU in float32 and bfloat16 it is laid out for oneDNN, once, and the plain copy is not kept
     bias     [out] or None
 
-    Inputs are [T, in], results [T, out] of the same dtype. Fused results are rounded once.
+    Inputs are [T, in], results [T, out] of the same dtype.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
@@ -34,38 +36,12 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
-    def silu(self, x: Tensor) -> Tensor:
-        """silu(x W^T + b)"""
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
-        return F.silu(F.linear(x, self.weight, self.bias), inplace=True)
 
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x W^T + b) * other"""
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "mul")
-        return F.linear(x, self.weight, self.bias).mul_(other)
+class RMSNorm(NamedTuple):
+    """What a backend's `rms_norm` needs.
 
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """(x W^T + b) + other"""
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, "add")
-        return F.linear(x, self.weight, self.bias).add_(other)
-
-
-class RMSNorm:
-    """x * weight / sqrt(mean(x^2) + eps) over the last dimension (arXiv 1910.07467), computed in at least float32.
-
-    weight   [n], or [H, n] where each head of x[T, H, n] has its own
+    weight   [n], float32, or float64 for a float64 model; [2, n] where queries and keys each have their own
     """
 
-    def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
-        wide, n = torch.float64 if dtype == torch.float64 else torch.float32, weight.shape[-1]
-        # sqrt(mean(x^2) + eps) = hypot(|x|, sqrt(n eps)) / sqrt(n)
-        self.weight = weight.to(wide) * n**0.5
-        self.floor = torch.tensor((n * eps) ** 0.5, dtype=wide, device=weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype)
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide / torch.hypot(length, self.floor)).mul_(self.weight).to(x.dtype)
+    weight: Tensor
+    eps: float

@@ -78,28 +78,7 @@ def attention_factor(rope: RopeSpec) -> float:
     return grown(1.0)
 
 
-class Rotary:
-    """Cos and sin of every position, computed once.
-
-    inv_freq   float32[D/2]
-    table      [max_model_len, 2, 1, D] in the model's dtype: cos, and sin with the sign of `rotate_` worked in
-    """
-
-    def __init__(self, rope: RopeSpec, head_dim: int, max_model_len: int, dtype: torch.dtype):
-        self.inv_freq = inv_freq(rope, head_dim, max_model_len)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        angles = torch.arange(max_model_len, dtype=wide)[:, None] * self.inv_freq.to(wide)
-        scale = attention_factor(rope)
-        cos, sin = angles.cos().mul_(scale).to(dtype), angles.sin().mul_(scale).to(dtype)
-        self.table = torch.cat((cos, cos, -sin, sin), -1).view(max_model_len, 2, 1, head_dim)
-
-    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) at positions int64[T], each [T, 1, D], for `rotate_`. One gather a step serves every layer."""
-        cos, sin = self.table[positions].unbind(1)
-        return cos, sin
-
-
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x[T, H, D] in place and return them: three operations for queries and keys together."""
-    turned = x.roll(x.shape[-1] // 2, -1)
-    return x.mul_(cos).addcmul_(turned, sin)
+def cos_sin(rope: RopeSpec, inv_freq: Tensor, max_model_len: int, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of every position, `attention_factor` worked in: dtype[max_model_len, 2, D / 2]."""
+    angles = torch.arange(max_model_len, dtype=dtype, device=inv_freq.device)[:, None] * inv_freq.to(dtype)
+    return torch.stack((angles.cos(), angles.sin()), 1).mul_(attention_factor(rope))

@@ -23,8 +23,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _LINEARS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
-    "gate": ("mlp.gate_proj",),
-    "up": ("mlp.up_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
 _NORMS = {
@@ -69,9 +68,13 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def load_decoder(
-    spec: ModelSpec, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, max_model_len: int | None = None
+    spec: ModelSpec,
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    max_model_len: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> Decoder:
-    """Build a decoder from (Hugging Face name, tensor) pairs in any order; each is let go once it is packed.
+    """Build a decoder on `device` from (Hugging Face name, tensor) pairs in any order; each is let go once packed.
 
     A tied model needs one of embedding and head, and may bring both. ValueError: a tensor of another shape or not of
     floating point, one that comes twice, or, all in one message, those that are missing and those that have no use.
@@ -85,13 +88,14 @@ def load_decoder(
         if name in shapes:
             _check(name, tensor, shapes[name], missing)
             missing.remove(name)
+            tensor = tensor.detach().to(device)
             if name == HEAD and not spec.tie_word_embeddings:
-                head = Linear(tensor.detach().to(dtype))
+                head = Linear(tensor.to(dtype))
             elif name in (EMBED, NORM, HEAD):
-                top[name] = tensor.detach().to(dtype)
+                top[name] = tensor.to(dtype)
             else:
                 index, rest = name.removeprefix("model.layers.").split(".", 1)
-                layers[int(index)].add(rest, tensor.detach())
+                layers[int(index)].add(rest, tensor)
         elif not name.endswith("rotary_emb.inv_freq"):
             unused.append(name)
         del tensor  # before the next one is read
@@ -101,7 +105,7 @@ def load_decoder(
         lists = (("missing", [name for name in shapes if name in missing]), ("unused", unused))
         text = "; ".join(f"{what}: {', '.join(names)}" for what, names in lists if names)
         raise ValueError(f"weights do not fit the {spec.family} model: {text}")
-    norm = RMSNorm(top.pop(NORM), spec.rms_norm_eps, dtype)
+    norm = _norm(top.pop(NORM), spec, dtype)
     embed = top[EMBED] if EMBED in top else top[HEAD]
     weights = Weights(embed, [layer.done() for layer in layers], norm, head or Linear(top.get(HEAD, embed)))
     return Decoder(spec, weights, dtype, max_model_len)
@@ -138,13 +142,15 @@ class _LayerBuilder:
     def _build(self, field: str, weights: list[Tensor], biases: list[Tensor]) -> Linear | RMSNorm:
         if field in _LINEARS:
             return Linear(_joined(weights).to(self.dtype), _joined(biases).to(self.dtype) if biases else None)
-        if field == "qk_norm":
-            heads = (self.spec.num_heads, self.spec.num_kv_heads)
-            weights = [weight.expand(num, -1) for weight, num in zip(weights, heads, strict=True)]
-        return RMSNorm(_joined(weights), self.spec.rms_norm_eps, self.dtype)
+        joined = torch.stack(weights) if field == "qk_norm" else weights[0]
+        return _norm(joined, self.spec, self.dtype)
 
     def done(self) -> Layer:
         return Layer(**self.fields)
+
+
+def _norm(weight: Tensor, spec: ModelSpec, dtype: torch.dtype) -> RMSNorm:
+    return RMSNorm(weight.to(torch.promote_types(dtype, torch.float32), copy=True), spec.rms_norm_eps)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -206,18 +212,20 @@ def _read_tensor(file: BinaryIO, shape: list[int], dtype: torch.dtype) -> Tensor
     return data.view(dtype).view(shape)
 
 
-def dummy_tensors(spec: ModelSpec, seed: int, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Random weights of the spec, the same values for a seed in every dtype (up to rounding).
+def dummy_tensors(
+    spec: ModelSpec, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Random weights of the spec, the same values for a seed and kind of device in every dtype (up to rounding).
 
     Matrices have standard deviation 1/sqrt(columns), which keeps activations near unit size at any width, biases
     0.02; norms are 1. A tied model brings no head.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, shape in tensor_shapes(spec).items():
         if name == HEAD and spec.tie_word_embeddings:
             continue
         if name.endswith("norm.weight"):
-            yield name, torch.ones(shape, dtype=dtype)
+            yield name, torch.ones(shape, dtype=dtype, device=device)
         else:
             std = 0.02 if len(shape) == 1 else shape[-1] ** -0.5
-            yield name, torch.randn(shape, generator=generator).mul_(std).to(dtype)
+            yield name, torch.randn(shape, generator=generator, device=device).mul_(std).to(dtype)

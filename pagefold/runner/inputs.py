@@ -24,7 +24,7 @@ def forward_inputs(plan: StepPlan, drawn: torch.Tensor) -> ForwardInputs:
     )
     window_slot = np.repeat(np.array([c.window_slot for c in plan.chunks], np.int64), lens)
     window_index = positions - np.repeat(np.array([c.window_start for c in plan.chunks], np.int64), lens)
-    kept = np.flatnonzero((window_slot > 0) & (window_index >= 0))
+    kept = (window_slot > 0) & (window_index >= 0)
     tensor = lambda a: torch.from_numpy(np.ascontiguousarray(a, np.int64)).to(drawn.device)  # noqa: E731
     slots, seq_lens = [c.slot for c in plan.chunks], (starts + lens).tolist()
     tokens = tensor(plan.tokens)
@@ -37,9 +37,9 @@ def forward_inputs(plan: StepPlan, drawn: torch.Tensor) -> ForwardInputs:
         slots=tensor(slots),
         seq_lens=tensor(seq_lens),
         logits_at=tensor(logits_at),
-        window_tokens=tensor(kept),
-        window_slots=tensor(window_slot[kept]),
-        window_index=tensor(window_index[kept]),
+        window_slots=tensor(np.where(kept, window_slot, 0)),
+        window_index=tensor(np.where(kept, window_index, 0)),
+        keeps_window=bool(kept.any()),
         host_q_lens=lens.tolist(),
         host_slots=slots,
         host_seq_lens=seq_lens,

@@ -64,7 +64,8 @@ class ModelRunner:
             return Launched(StepResult(plan.step, [], [], {}))
         fwd = forward_inputs(plan, self._drawn)
         hidden = self.model.forward(fwd, self.kv, self.backend)
-        result = self._sample(plan, self.model.logits(hidden[fwd.logits_at]))
+        logits = self.model.logits(hidden[fwd.logits_at])
+        result = self._sample(plan, logits.to(torch.promote_types(logits.dtype, torch.float32)))
         self.compressor.run(plan.jobs, plan.policies)
         return Launched(result)
 

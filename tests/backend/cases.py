@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import ForwardInputs, JobBatch, KVView
+from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.store.format import Plane, parse_format
 from pagefold.store.pagestore import PageStore
 
@@ -126,7 +126,10 @@ def make_batch(view: KVView, case: Case, chunks: list[tuple[int, int]], window: 
     starts = torch.tensor([0, *q_lens]).cumsum(0)
     num_tokens = sum(q_lens)
     positions = torch.cat([torch.arange(length - q_len, length) for length, q_len in zip(seq_lens, q_lens)])
-    kept = torch.arange(min(q_lens[0], case.num_window) if window else 0)
+    kept = torch.full_like(positions, -1)  # place in the window of each token
+    if window:
+        last = min(q_lens[0], case.num_window)
+        kept[q_lens[0] - last : q_lens[0]] = torch.arange(last)
     return ForwardInputs(
         tokens=torch.zeros(num_tokens, dtype=torch.int64),
         positions=positions,
@@ -134,9 +137,9 @@ def make_batch(view: KVView, case: Case, chunks: list[tuple[int, int]], window: 
         slots=torch.tensor(slots),
         seq_lens=torch.tensor(seq_lens),
         logits_at=starts[1:] - 1,
-        window_tokens=q_lens[0] - len(kept) + kept,
-        window_slots=torch.ones_like(kept),
-        window_index=kept,
+        window_slots=torch.where(kept >= 0, 1, 0),
+        window_index=kept.clamp(min=0),
+        keeps_window=window,
         host_q_lens=q_lens,
         host_slots=slots,
         host_seq_lens=seq_lens,
@@ -178,13 +181,25 @@ def make_keep(jobs: JobBatch, num_columns: int, num_keep: int, seed: int = 0) ->
     return keep
 
 
-def new_tokens(view: KVView, case: Case, fwd: ForwardInputs, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Random q [T, Hq, D], k and v [T, H, D] of a batch, in the model's dtype."""
+def new_tokens(view: KVView, case: Case, fwd: ForwardInputs, seed: int = 1) -> Tensor:
+    """Random qkv [T, Hq + 2 H, D] of a batch, in the model's dtype."""
     rng = torch.Generator().manual_seed(seed)
-    num_tokens, num_heads = len(fwd.tokens), view.group_of.shape[1]
-    heads = (num_heads * case.per_head, num_heads, num_heads)
-    q, k, v = (torch.randn(num_tokens, h, case.head_dim, generator=rng).to(case.dtype) for h in heads)
-    return q, k, v
+    num_heads = view.group_of.shape[1] * (case.per_head + 2)
+    return torch.randn(len(fwd.tokens), num_heads, case.head_dim, generator=rng).to(case.dtype)
+
+
+def new_queries(view: KVView, case: Case, fwd: ForwardInputs, seed: int = 1) -> Tensor:
+    """Random q [T, Hq, D] of a batch."""
+    return new_tokens(view, case, fwd, seed)[:, : view.group_of.shape[1] * case.per_head].contiguous()
+
+
+def make_turn(case: Case, max_positions: int, norm: bool) -> HeadTurn:
+    """Random norm weights and the angles of positions."""
+    rng = torch.Generator().manual_seed(7)
+    wide = torch.float64 if case.dtype == torch.float64 else torch.float32
+    angles = torch.arange(max_positions)[:, None] * 0.5 ** torch.arange(case.head_dim // 2)
+    cos_sin = torch.stack((angles.cos(), angles.sin()), 1).to(wide)
+    return HeadTurn(cos_sin, torch.rand(2, case.head_dim, generator=rng).to(wide) if norm else None, 1e-5)
 
 
 def copy_of(view: KVView) -> KVView:

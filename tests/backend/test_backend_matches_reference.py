@@ -16,6 +16,7 @@ from tests.backend.cases import (
     make_jobs,
     make_keep,
     make_view,
+    new_queries,
     new_tokens,
 )
 
@@ -48,7 +49,7 @@ def test_attention(backend, layout, hot, cold, chunks):
     batch = make_batch(view, case, chunks)
     tested = make_backend(backend)
     for layer in range(len(view.group_of)):
-        q, _, _ = new_tokens(view, case, batch, seed=layer)
+        q = new_queries(view, case, batch, seed=layer)
         close(tested.attend(view, layer, q, batch, 0.3), Reference().attend(view, layer, q, batch, 0.3), case.dtype)
 
 
@@ -61,7 +62,7 @@ def test_attention_shapes(backend, per_head, head_dim, hot, cold):
     view = make_view(case)
     for chunks in ([(1, 1), (2, 1)], [(2, 6), (1, 1)]):
         batch = make_batch(view, case, chunks)
-        q, _, _ = new_tokens(view, case, batch)
+        q = new_queries(view, case, batch)
         scale = head_dim**-0.5
         close(
             make_backend(backend).attend(view, 1, q, batch, scale),
@@ -78,7 +79,7 @@ def test_attention_dtypes(backend, dtype, hot):
     view = make_view(case)
     for chunks in (DECODE, PREFILL):
         batch = make_batch(view, case, chunks)
-        q, _, _ = new_tokens(view, case, batch)
+        q = new_queries(view, case, batch)
         close(make_backend(backend).attend(view, 0, q, batch, 0.25), Reference().attend(view, 0, q, batch, 0.25), dtype)
 
 
@@ -94,15 +95,17 @@ def test_append_writes_the_same_bytes(backend, layout, hot, cold, dtype):
     chunks = [(5, 9), (2, 1), (3, 2), (1, 1)]
     for layer in range(len(ours.group_of)):
         tokens = new_tokens(ours, case, make_batch(ours, case, chunks), seed=layer)
-        make_backend(backend).append(ours, layer, *tokens, make_batch(ours, case, chunks, window=True))
-        Reference().append(theirs, layer, *tokens, make_batch(theirs, case, chunks, window=True))
+        batch = make_batch(ours, case, chunks, window=True)
+        queries = make_backend(backend).append(ours, layer, tokens.clone(), batch, None)
+        Reference().append(theirs, layer, tokens, make_batch(theirs, case, chunks, window=True), None)
+        assert torch.equal(queries, tokens[:, : queries.shape[1]])
     assert_same_bytes(ours, theirs)
     for name in STATE:
         group, column = int(ours.group_of[0, 0]), int(ours.column_of[0, 0])
         row = case.lengths[4] - 1 - int(ours.evicted[5, group])
         page = ours.page_table[5, group, row // case.page_size]
         assert (ours.tiers[0].planes[f"state.{name}"][page, column, row % case.page_size] == 0).all()
-    assert torch.equal(ours.window[layer, 1, 0], tokens[0][9 - case.num_window])
+    assert torch.equal(ours.window[layer, 1, 0], tokens[9 - case.num_window, : ours.window.shape[3]])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,6 +18,7 @@ from tests.backend.cases import (
     make_jobs,
     make_keep,
     make_view,
+    new_queries,
     new_tokens,
 )
 
@@ -135,7 +136,7 @@ def test_reading_stored_rows_is_decoding_then_attending(backend, hot, cold):
     case = Case("by_layer", hot, cold, lengths=(1, 63, 65, 700), head_dim=64, page_size=16, per_head=3)
     view = make_view(case)
     batch = make_batch(view, case, [(1, 1), (2, 1), (3, 1), (4, 1)])
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     out = make_backend(backend).attend(view, 1, q, batch, 0.125)
     for b, slot in enumerate(batch.host_slots):
         for head in range(2):
@@ -155,7 +156,7 @@ def test_attention_ignores_neighbours_and_where_pages_lie(backend, hot, cold):
     view = make_view(case)
     chunks = [(1, 4), (2, 1), (3, 1)]
     batch = make_batch(view, case, chunks)
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     out = make_backend(backend).attend(view, 2, q, batch, 0.25)
 
     turned = make_batch(view, case, chunks[::-1])
@@ -183,7 +184,7 @@ def test_compiled_decode_is_the_same_in_any_batch():
     view = make_view(case)
     backend = make_backend("cpu")
     batch = make_batch(view, case, [(1, 1), (2, 1), (3, 1)])
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     out = backend.attend(view, 0, q, batch, 0.2)
     for b, slot in enumerate(batch.host_slots):
         assert torch.equal(
@@ -200,10 +201,9 @@ def test_page_bytes_do_not_depend_on_chunking(backend, hot):
     batch_of = lambda chunk: make_batch(parts, Case(lengths=(chunk.stop,)), [(1, chunk.stop - chunk.start)])  # noqa: E731
     for view in (whole, parts):
         view.evicted.zero_()
-    make_backend(backend).append(whole, 1, *tokens, make_batch(whole, case, [(1, 20)]))
+    make_backend(backend).append(whole, 1, tokens.clone(), make_batch(whole, case, [(1, 20)]), None)
     for chunk in (slice(0, 7), slice(7, 8), slice(8, 20)):
-        q, k, v = (x[chunk] for x in tokens)
-        make_backend(backend).append(parts, 1, q, k, v, batch_of(chunk))
+        make_backend(backend).append(parts, 1, tokens[chunk].clone(), batch_of(chunk), None)
     ours, theirs = bytes_of(whole), bytes_of(parts)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -214,7 +214,7 @@ def test_without_a_compiler_torch_decodes_and_one_warning_says_so(monkeypatch, c
     case = Case(hot="int4")
     view = make_view(case)
     batch = make_batch(view, case, [(5, 1), (2, 1)])
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     with caplog.at_level(logging.WARNING):
         slow = [make_backend("cpu").attend(view, 0, q, make_batch(view, case, [(5, 1), (2, 1)]), 0.3) for _ in range(2)]
     assert [record.levelname for record in caplog.records if "no C compiler" in record.message] == ["WARNING"]

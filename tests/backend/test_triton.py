@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.backends.reference import Reference
+from pagefold.backends.torch_ops import split_heads
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.plan import DecodeShape
 from pagefold.store.format import FORMATS, Plane, parse_format
@@ -28,6 +29,7 @@ from tests.backend.cases import (
     make_jobs,
     make_keep,
     make_view,
+    new_queries,
     new_tokens,
 )
 
@@ -77,7 +79,7 @@ def test_attention(layout, hot, cold, chunks):
     case = Case(layout, hot, cold, LENGTHS, head_dim=64)
     view = make_view(case)
     batch = make_batch(view, case, chunks)
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     close(TritonBackend().attend(view, 1, q, batch, 0.3), Reference().attend(view, 1, q, batch, 0.3))
 
 
@@ -91,7 +93,7 @@ def test_attention_whatever_the_page_size_and_the_number_of_heads(hot, cold, per
     view = make_view(case)
     for chunks in ([(1, 1), (2, 1)], [(2, 6), (1, 1)]):
         batch = make_batch(view, case, chunks)
-        q, _, _ = new_tokens(view, case, batch)
+        q = new_queries(view, case, batch)
         ours = TritonBackend().attend(view, 1, q, batch, 0.1)
         close(ours, Reference().attend(view, 1, q, batch, 0.1))
 
@@ -104,7 +106,7 @@ def test_attention_whatever_the_splits(hot, cold, min_rows, programs):
     case = Case("mixed", hot, cold, (1, 100, 40), head_dim=64)
     view = make_view(case)
     batch = make_batch(view, case, [(2, 1), (1, 1), (3, 1)])
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     shape = DecodeShape(tile=16, warps=1, stages=1, programs=programs, min_rows=min_rows)
     close(TritonBackend(shape).attend(view, 2, q, batch, 0.3), Reference().attend(view, 2, q, batch, 0.3))
 
@@ -115,7 +117,7 @@ def test_padding_of_a_batch_changes_nothing_in_attention():
     case = Case("mixed", "bf16", lengths=LENGTHS, head_dim=64)
     view = make_view(case)
     batch = make_batch(view, case, DECODE)
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     out = TritonBackend().attend(view, 0, q, batch, 0.3)
     pad = lambda x, value: torch.cat((x, torch.full((2,), value, dtype=x.dtype)))  # noqa: E731
     padded = dataclasses.replace(
@@ -142,8 +144,8 @@ def test_append_writes_the_same_bytes(layout, hot, cold):
     theirs = copy_of(ours)
     chunks = [(5, 9), (2, 1), (3, 2), (1, 1)]
     tokens = new_tokens(ours, case, make_batch(ours, case, chunks))
-    TritonBackend().append(ours, 1, *tokens, make_batch(ours, case, chunks, window=True))
-    Reference().append(theirs, 1, *tokens, make_batch(theirs, case, chunks, window=True))
+    TritonBackend().append(ours, 1, tokens.clone(), make_batch(ours, case, chunks, window=True), None)
+    Reference().append(theirs, 1, tokens, make_batch(theirs, case, chunks, window=True), None)
     assert differing(ours, theirs) == []
 
 
@@ -154,10 +156,11 @@ def test_append_follows_the_policy_for_extremes(hot):
     ours = make_view(case)
     theirs = copy_of(ours)
     batch = make_batch(ours, case, [(1, 6)])
-    q, k, v = new_tokens(ours, case, batch)
+    tokens = new_tokens(ours, case, batch)
+    _, k, v = split_heads(tokens, ours.group_of.shape[1])
     k[0, 0, 5], k[1, 1, 7], k[2, 0, 0], k[3], v[4, 1, 9], v[5] = torch.nan, torch.inf, -torch.inf, 0.0, 1e30, 1e-40
-    TritonBackend().append(ours, 0, q, k, v, batch)
-    Reference().append(theirs, 0, q, k, v, batch)
+    TritonBackend().append(ours, 0, tokens.clone(), batch, None)
+    Reference().append(theirs, 0, tokens, batch, None)
     assert differing(ours, theirs) == []
 
 
@@ -235,4 +238,4 @@ def test_a_format_without_kernels_is_refused_by_name():
     view = make_view(Case(hot="fp64"))
     batch = make_batch(view, Case(hot="fp64"), DECODE)
     with pytest.raises(ValueError, match="backend triton: no kernels for PlainCodec.*float64.*use one of bf16"):
-        TritonBackend().append(view, 0, *new_tokens(view, Case(), batch), batch)
+        TritonBackend().append(view, 0, new_tokens(view, Case(), batch), batch, None)

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from pagefold.backends.triton import backend as module
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.store.format import Plane, parse_format
-from tests.backend.cases import Case, make_batch, make_jobs, make_keep, make_view, new_tokens
+from tests.backend.cases import Case, make_batch, make_jobs, make_keep, make_view, new_queries, new_tokens
 
 POINTER = {
     torch.float32: "*fp32",
@@ -86,14 +86,14 @@ def launches_of(monkeypatch, call: str, hot: str, cold: str | None, head_dim: in
     )
     view = make_view(case)
     batch = make_batch(view, case, [(2, 9), (1, 1)] if call == "prefill" else [(2, 1), (1, 1)])
-    q, k, v = new_tokens(view, case, batch)
+    q, tokens = new_queries(view, case, batch), new_tokens(view, case, batch)
     jobs = make_jobs(view, case, dst_tier=1 if cold else 0)
     backend, columns = TritonBackend(), slice(None)
     match call:
         case "decode" | "prefill":
             backend.attend(view, 1, q, batch, 0.1)
         case "append":
-            backend.append(view, 1, q, k, v, batch)
+            backend.append(view, 1, tokens, batch, None)
         case "window_scores":
             backend.window_scores(view, jobs, columns, 0.1)
         case "read_rows":

@@ -61,19 +61,19 @@ def test_full_kv_logits_are_those_of_transformers_up_to_2000_tokens(loaded, peer
     engine = engine_of(loaded, max_num_batched_tokens=300)
     tokens = long_prompt(loaded, 2000)
     rows: dict[int, torch.Tensor] = {}
-    execute, rank = engine.runner.execute, engine.runner.sampler.prompt_logprobs
+    launch, rank = engine.runner.launch, engine.runner.sampler.prompt_logprobs
     first = 0
 
     def watched(plan):
         nonlocal first
         first = plan.chunks[0].start
-        return execute(plan)
+        return launch(plan)
 
     def caught(logits, targets, k):
         rows.update({first + i: logits[i].clone() for i in range(len(targets)) if first + i in PROBES})
         return rank(logits, targets, k)
 
-    monkeypatch.setattr(engine.runner, "execute", watched)
+    monkeypatch.setattr(engine.runner, "launch", watched)
     monkeypatch.setattr(engine.runner.sampler, "prompt_logprobs", caught)
     (output,) = run(engine, [[*tokens, 0]], [greedy(1, prompt_logprobs=0)])
     assert sorted(rows) == PROBES

@@ -13,7 +13,7 @@ from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.plan import DecodeShape
 from pagefold.store.format import FORMATS, Plane, parse_format
 from pagefold.store.pagestore import PageStore
-from tests.backend.cases import Case, bytes_of, make_batch, make_jobs, make_keep, make_view, new_tokens
+from tests.backend.cases import Case, bytes_of, make_batch, make_jobs, make_keep, make_view, new_queries, new_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +56,7 @@ def check_attention(case: Case, chunks: list[tuple[int, int]]) -> None:
     view = make_view(case)
     stored = [min(case.lengths[slot - 1] - int(view.evicted[slot].max()), q_len) for slot, q_len in chunks]
     batch = make_batch(view, case, [(slot, q_len) for (slot, _), q_len in zip(chunks, stored)])
-    q, _, _ = new_tokens(view, case, batch)
+    q = new_queries(view, case, batch)
     scale = case.head_dim**-0.5
     ours = TritonBackend().attend(moved(view), 1, q.cuda(), moved(batch), scale)
     assert relative(ours, Reference().attend(view, 1, q, batch, scale)) < 1e-2
@@ -84,8 +84,8 @@ def test_append(hot, cold):
     ours = moved(truth)
     batch = make_batch(truth, case, [(4, 90), (2, 1), (3, 2), (1, 1)], window=True)
     tokens = new_tokens(truth, case, batch)
-    TritonBackend().append(ours, 1, *(x.cuda() for x in tokens), moved(batch))
-    Reference().append(truth, 1, *tokens, batch)
+    TritonBackend().append(ours, 1, tokens.cuda(), moved(batch), None)
+    Reference().append(truth, 1, tokens, batch, None)
     theirs = bytes_of(truth)
     for name, found in bytes_of(moved(ours, "cpu")).items():
         different = int((found != theirs[name]).sum())
@@ -217,11 +217,11 @@ def test_a_captured_graph_serves_other_lengths_and_slots(format):
     view, case = long_view(format, 4096, batch=3)
     backend = TritonBackend(DecodeShape(tile=64, warps=2, stages=2, programs=64))
     batch = moved(make_batch(view, case, [(1, 1), (2, 1), (3, 1)]))
-    q, k, v = (torch.randn(3, h, 128, device="cuda", dtype=torch.float16) for h in (8, 2, 2))
+    qkv = torch.randn(3, 12, 128, device="cuda", dtype=torch.float16)
 
     def step() -> torch.Tensor:
         batch.plan = None
-        backend.append(view, 0, q, k, v, batch)
+        q = backend.append(view, 0, qkv, batch, None)
         return backend.attend(view, 0, q, batch, 0.088)
 
     step()
@@ -233,9 +233,10 @@ def test_a_captured_graph_serves_other_lengths_and_slots(format):
         batch.seq_lens.copy_(torch.tensor(lengths))
         batch.positions.copy_(torch.tensor(lengths) - 1)
         batch.slots.copy_(torch.tensor(slots))
-        q.normal_()
+        qkv.normal_()
         graph.replay()
         eager = dataclasses.replace(
             batch, plan=None, host_seq_lens=list(lengths), host_slots=list(slots), slots=batch.slots.clone()
         )
-        assert relative(out[:2], backend.attend(view, 0, q, eager, 0.088)[:2].cpu()) < 2e-3
+        queries = qkv[:, :8].contiguous()
+        assert relative(out[:2], backend.attend(view, 0, queries, eager, 0.088)[:2].cpu()) < 2e-3

@@ -7,6 +7,7 @@ from safetensors.torch import save_model
 from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs
+from pagefold.backends.torch_ops import TorchOps, split_heads, turned_heads
 from pagefold.models.spec import ModelSpec
 from pagefold.models.tiny import tiny_decoder, tiny_spec
 from pagefold.models.weights import dummy_tensors, load_decoder, safetensors_tensors
@@ -53,12 +54,13 @@ FAMILIES = {
 }
 
 
-class DenseBackend:
+class DenseBackend(TorchOps):
     """Exact causal attention over K and V kept whole: {(layer, slot): [k, v]}."""
 
     name = "dense"
 
-    def __init__(self):
+    def __init__(self, num_kv_heads: int):
+        self.num_kv_heads = num_kv_heads
         self.rows: dict[tuple[int, int], list[Tensor]] = {}
 
     def chunks(self, fwd):
@@ -67,10 +69,12 @@ class DenseBackend:
             yield slot, slice(start, start + num)
             start += num
 
-    def append(self, kv, layer, q, k, v, fwd):
+    def append(self, kv, layer, qkv, fwd, turn):
+        q, k, v = turned_heads(qkv, self.num_kv_heads, fwd.positions, turn)
         for slot, part in self.chunks(fwd):
             old = self.rows.get((layer, slot), [k[:0], v[:0]])
             self.rows[layer, slot] = [torch.cat((old[0], k[part])), torch.cat((old[1], v[part]))]
+        return q
 
     def attend(self, kv, layer, q, fwd, scale):
         out = torch.empty_like(q)
@@ -93,9 +97,9 @@ def inputs(*chunks: tuple[int, int, Tensor]) -> ForwardInputs:
         slots=torch.tensor([slot for slot, _, _ in chunks]),
         seq_lens=torch.tensor(ends),
         logits_at=none,
-        window_tokens=none,
         window_slots=none,
         window_index=none,
+        keeps_window=False,
         host_q_lens=lens,
         host_slots=[slot for slot, _, _ in chunks],
         host_seq_lens=ends,
@@ -104,7 +108,7 @@ def inputs(*chunks: tuple[int, int, Tensor]) -> ForwardInputs:
 
 def run(decoder, tokens: Tensor, steps: list[int]) -> Tensor:
     """Logits of one sequence computed in chunks of the given sizes."""
-    backend, out, start = DenseBackend(), [], 0
+    backend, out, start = DenseBackend(decoder.spec.num_kv_heads), [], 0
     for num in steps:
         hidden = decoder.forward(inputs((1, start, tokens[start : start + num])), None, backend)
         out.append(decoder.logits(hidden))
@@ -194,31 +198,32 @@ def test_neighbours_and_chunks_never_change_a_sequence(family):
     mine, other = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(3))
     alone = run(decoder, mine, [24])
 
-    backend = DenseBackend()
+    backend = DenseBackend(decoder.spec.num_kv_heads)
     decoder.forward(inputs((1, 0, mine[:9]), (2, 0, other[:14])), None, backend)
     hidden = decoder.forward(inputs((2, 14, other[14:15]), (1, 9, mine[9:])), None, backend)
     torch.testing.assert_close(decoder.logits(hidden[1:]), alone[9:])
 
 
-def test_the_backend_gets_views_and_may_answer_in_float32():
-    """[T, heads, D] in the model's dtype goes in; a backend that computes in float32 need not convert."""
+def test_the_backend_gets_heads_in_the_models_dtype():
+    """[T, Hq + 2 H, D], queries first."""
     seen = []
 
-    class Shapes:
+    class Shapes(TorchOps):
         name = "shapes"
 
-        def append(self, kv, layer, q, k, v, fwd):
-            seen.append((layer, q.shape, k.shape, v.shape, q.dtype))
+        def append(self, kv, layer, qkv, fwd, turn):
+            seen.append((layer, qkv.shape, qkv.dtype))
+            return split_heads(qkv, 2)[0].contiguous()
 
         def attend(self, kv, layer, q, fwd, scale):
             assert scale == 16**-0.5
-            return q.float()
+            return q
 
     decoder = tiny_decoder(dtype=torch.bfloat16)
     hidden = decoder.forward(inputs((1, 0, torch.arange(5))), None, Shapes())
     assert (hidden.shape, hidden.dtype) == ((5, 64), torch.bfloat16)
-    assert decoder.logits(hidden).dtype == torch.float32
-    assert seen == [(layer, (5, 4, 16), (5, 2, 16), (5, 2, 16), torch.bfloat16) for layer in range(2)]
+    assert decoder.logits(hidden).dtype == torch.bfloat16
+    assert seen == [(layer, (5, 8, 16), torch.bfloat16) for layer in range(2)]
 
 
 def test_dummy_weights_are_a_function_of_the_seed():

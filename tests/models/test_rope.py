@@ -5,7 +5,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pagefold.models.rope import Rotary, attention_factor, inv_freq, rotate_
+from pagefold.backends.torch_ops import rotated
+from pagefold.models.rope import attention_factor, cos_sin, inv_freq
 from pagefold.models.spec import ModelSpec, RopeSpec
 
 BASE = {
@@ -67,28 +68,21 @@ def test_freq_factors_divide_each_frequency():
 
 
 def test_rotation_turns_pairs_by_position_times_frequency():
-    rotary = Rotary(RopeSpec(original_max_position_embeddings=64), 16, 64, torch.float64)
+    rope = RopeSpec(original_max_position_embeddings=64)
+    freq = inv_freq(rope, 16, 64)
     x = torch.randn(5, 3, 16, dtype=torch.float64)
     positions = torch.tensor([0, 1, 7, 7, 63])
-    turned = rotate_(x.clone(), *rotary(positions))
+    turned = rotated(x, cos_sin(rope, freq, 64, torch.float64)[positions])
 
-    pairs, angles = torch.complex(x[..., :8], x[..., 8:]), positions[:, None, None] * rotary.inv_freq.double()
+    pairs, angles = torch.complex(x[..., :8], x[..., 8:]), positions[:, None, None] * freq.double()
     want = pairs * torch.polar(torch.ones_like(angles), angles)
     torch.testing.assert_close(turned, torch.cat((want.real, want.imag), -1))
     assert torch.equal(turned[0], x[0])
 
 
 def test_scores_of_rotated_heads_depend_on_distance_only():
-    rotary = Rotary(RopeSpec(original_max_position_embeddings=512), 32, 512, torch.float64)
+    rope = RopeSpec(original_max_position_embeddings=512)
+    table = cos_sin(rope, inv_freq(rope, 32, 512), 512, torch.float64)
     q, k = torch.randn(2, 32, dtype=torch.float64)
-    score = lambda i, j: (  # noqa: E731 - a formula
-        rotate_(q.clone()[None, None], *rotary(torch.tensor([i])))
-        * rotate_(k.clone()[None, None], *rotary(torch.tensor([j])))
-    ).sum()
+    score = lambda i, j: (rotated(q[None, None], table[[i]]) * rotated(k[None, None], table[[j]])).sum()  # noqa: E731
     torch.testing.assert_close(score(40, 3), score(437, 400))
-
-
-def test_positions_past_the_table_are_an_error():
-    rotary = Rotary(RopeSpec(original_max_position_embeddings=64), 16, 8, torch.float32)
-    with pytest.raises(IndexError):
-        rotary(torch.tensor([8]))

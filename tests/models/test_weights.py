@@ -127,22 +127,15 @@ def test_a_packed_weight_has_no_plain_copy(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_fused_results_equal_the_separate_operations(dtype):
+def test_a_linear_layer_multiplies_in_its_dtype(dtype):
     generator = torch.Generator().manual_seed(0)
-    w, b, x, other = (
-        torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 24), (40,), (7, 24), (7, 40))
-    )
+    w, b, x = (torch.randn(shape, generator=generator).to(dtype) for shape in ((40, 24), (40,), (7, 24)))
     wide = x.double() @ w.double().T + b.double()
-    linear = Linear(w, b)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.1)
-    for got, want in (
-        (linear(x), wide),
-        (linear.silu(x), torch.nn.functional.silu(wide)),
-        (linear.times(x, other), wide * other.double()),
-        (linear.plus(x, other), wide + other.double()),
-    ):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), want, rtol=0.02, atol=tolerance)
+    got = Linear(w, b)(x)
+    assert got.dtype == dtype
+    torch.testing.assert_close(
+        got.double(), wide, rtol=0.02, atol={torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.1)
+    )
 
 
 def write_shards(folder, tensors):

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import ForwardInputs, JobBatch, KVView
+from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
+from pagefold.backends.torch_ops import TorchOps, turned_heads
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
 from pagefold.backends.triton.plan import (
@@ -44,7 +45,7 @@ def _words(store: PageStore, name: str) -> Tensor:
     return rows
 
 
-class TritonBackend:
+class TritonBackend(TorchOps):
     """
     decode    shape of the decode kernel; by default, what suits the format
     prefill   shape of the prefill kernel
@@ -68,8 +69,9 @@ class TritonBackend:
             fwd.plan = plan_batch(kv, fwd, _tile_tokens(kv))
         return fwd.plan
 
-    def append(self, kv: KVView, layer: int, q: Tensor, k: Tensor, v: Tensor, fwd: ForwardInputs) -> None:
+    def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
         hot = kv.tiers[0]
+        q, k, v = turned_heads(qkv, kv.group_of.shape[1], fwd.positions, turn)
         num_tokens, num_heads, head_dim = k.shape
         k, v = (x if x.stride()[1:] == (head_dim, 1) else x.contiguous() for x in (k, v))
         rows = torch.empty(num_tokens, num_heads, dtype=torch.int64, device=k.device)
@@ -103,8 +105,9 @@ class TritonBackend:
         for name in hot.planes:
             if name.startswith("state."):
                 hot.rows(name).index_fill_(0, rows.flatten(), 0)
-        if len(fwd.window_tokens):
-            kv.window[layer, fwd.window_slots, fwd.window_index] = q[fwd.window_tokens].to(kv.window.dtype)
+        if fwd.keeps_window:
+            kv.window[layer, fwd.window_slots, fwd.window_index] = q.to(kv.window.dtype)
+        return q
 
     def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
         plan = self._plan(kv, fwd)
