@@ -5,7 +5,14 @@ import math
 from rich.console import Console
 
 from pagefold.core.config import EngineConfig
-from pagefold.engine.build import build_formats, build_geometry, build_layout, choose_dtype
+from pagefold.engine.build import (
+    DEFAULT_KV_BYTES,
+    build_formats,
+    build_geometry,
+    build_layout,
+    choose_device,
+    choose_dtype,
+)
 from pagefold.engine.policy import PolicyMaker
 from pagefold.evict.scorer import SCORERS
 from pagefold.kv.layout import LAYOUTS, HeadLayout
@@ -22,10 +29,13 @@ TIERS = ("hot", "cold")
 def print_inspection(config: EngineConfig) -> None:
     """Print the model, the bytes of a row, a token and a page, what fits in pages and in tokens, and the plug-ins."""
     source = resolve(config.model.model)
-    spec, dtype = ModelSpec.from_hf(source.config()), choose_dtype(config.model.dtype)
+    spec, dtype = (
+        ModelSpec.from_hf(source.config()),
+        choose_dtype(config.model.dtype, choose_device(config.model.backend)),
+    )
     layout = build_layout(config, spec)
     policies, formats = PolicyMaker(config, layout), build_formats(config, dtype)
-    geometry = build_geometry(config, spec, layout, formats, policies)
+    geometry = build_geometry(config, spec, layout, formats, policies, DEFAULT_KV_BYTES)
     console = Console(highlight=False, soft_wrap=True)
     _print_facts(console, f"Model {source.name}", _model_facts(source, spec, str(dtype).removeprefix("torch.")))
     _print_facts(console, "KV rows and pages", _page_facts(config, spec, layout, formats, geometry))

@@ -1,5 +1,6 @@
 """From a configuration to a running engine: the model, the stores, the tables."""
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from pagefold.backends.registry import make_backend
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.engine import Engine
+from pagefold.engine.memory import describe, measure
 from pagefold.engine.policy import PolicyMaker
 from pagefold.kv.layout import LAYOUTS, HeadLayout
 from pagefold.kv.manager import KVGeometry, KVManager
@@ -18,11 +20,15 @@ from pagefold.models.sources import resolve
 from pagefold.models.spec import ModelSpec
 from pagefold.models.tokenizer import Tokenizer
 from pagefold.models.weights import dummy_tensors, load_decoder
+from pagefold.runner.graphs import graph_sizes
 from pagefold.runner.runner import ModelRunner
+from pagefold.runner.sampling import HostSampler, StepSampler
 from pagefold.store.format import FormatPair, parse_format
 from pagefold.store.pagestore import PageStore
 
-DEFAULT_KV_BYTES = 1 << 30
+logger = logging.getLogger("pagefold")
+
+DEFAULT_KV_BYTES = 1 << 30  # on a CPU
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -42,10 +48,21 @@ class Loaded:
     eos_token_ids: tuple[int, ...]
 
 
-def choose_dtype(name: str) -> torch.dtype:
+def choose_device(backend: str) -> torch.device:
+    """The first GPU for the triton backend, which "auto" is where there is one. InputError if there is none."""
+    if backend == "auto" and torch.cuda.is_available() or backend == "triton":
+        if not torch.cuda.is_available():
+            raise InputError("backend", "got 'triton', which needs a CUDA device, and none is visible")
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """ "auto" is bfloat16 where the processor multiplies it natively, else float32."""
     if name == "auto":
         native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        if device.type == "cuda":
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float32
     return DTYPES[name]
 
@@ -54,13 +71,14 @@ def load_model(config: EngineConfig) -> Loaded:
     """Find the model, read its weights (or make random ones) and its tokenizer."""
     source = resolve(config.model.model)
     spec = ModelSpec.from_hf(source.config())
-    dtype = choose_dtype(config.model.dtype)
+    device = choose_device(config.model.backend)
+    dtype = choose_dtype(config.model.dtype, device)
     max_len = _max_model_len(config, spec)
     if config.model.load_format == "dummy":
-        tensors = dummy_tensors(spec, config.model.seed, dtype)
+        tensors = dummy_tensors(spec, config.model.seed, dtype, device)
     else:
         tensors = source.tensors()
-    decoder = load_decoder(spec, tensors, dtype, max_len)
+    decoder = load_decoder(spec, tensors, dtype, max_len, device)
     tokenizer = source.tokenizer() if config.model.tokenizer is None else resolve(config.model.tokenizer).tokenizer()
     eos = tokenizer.eos_token_ids if tokenizer else spec.eos_token_ids
     return Loaded(decoder, spec, tokenizer, tuple(eos) or spec.eos_token_ids)
@@ -81,17 +99,27 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     layout = build_layout(config, spec)
     policies = PolicyMaker(config, layout)
     formats = build_formats(config, decoder.dtype)
-    geometry = build_geometry(config, spec, layout, formats, policies)
-    stores, host = (
-        [
-            PageStore(fmt, pages, layout.heads_per_page, config.cache.page_size, spec.head_dim, policies.state)
+    backend = build_backend(config)
+    geometry = build_geometry(config, spec, layout, formats, policies, DEFAULT_KV_BYTES)
+    kv = build_view(config, spec, layout, geometry, decoder, max_model_len, policies.has_window)
+
+    def stores(counts: tuple[int, ...], device: torch.device | str) -> list[PageStore]:
+        size, width = config.cache.page_size, layout.heads_per_page
+        return [
+            PageStore(fmt, pages, width, size, spec.head_dim, policies.state, device)
             for fmt, pages in zip(formats, counts, strict=True)
         ]
-        for counts in (geometry.num_pages, geometry.num_host_pages)
-    )
-    kv = build_view(config, spec, layout, stores, geometry, decoder, max_model_len, policies.has_window)
-    backend = build_backend(config)
-    runner = ModelRunner(decoder, backend, kv, host, spec.vocab_size)
+
+    budget = None
+    if decoder.device.type == "cuda":
+        kv.tiers = stores((2,) * len(formats), decoder.device)  # page 0 is all that the probe needs
+        budget = measure(decoder, backend, kv, config, max_model_len)
+        geometry = build_geometry(config, spec, layout, formats, policies, budget.kv_bytes)
+    kv.tiers = stores(geometry.num_pages, decoder.device)
+    runner = ModelRunner(decoder, backend, kv, stores(geometry.num_host_pages, "cpu"), build_sampler(spec, decoder))
+    if decoder.device.type == "cuda" and not config.model.enforce_eager:
+        runner.capture(graph_sizes(config.scheduler.max_num_seqs), max_model_len)
+    logger.info("%s", describe(config, spec, geometry, formats, kv, budget))
     manager = KVManager(geometry, config.cache.enable_prefix_caching)
     return Engine(
         config, runner, manager, policies, loaded.tokenizer, spec.vocab_size, max_model_len, loaded.eos_token_ids
@@ -119,13 +147,30 @@ def build_formats(config: EngineConfig, dtype: torch.dtype) -> list[FormatPair]:
 
 
 def build_backend(config: EngineConfig) -> Backend:
-    return make_backend("cpu" if config.model.backend == "auto" else config.model.backend)
+    name = config.model.backend
+    if name == "auto":
+        name = "triton" if choose_device(name).type == "cuda" else "cpu"
+    return make_backend(name)
+
+
+def build_sampler(spec: ModelSpec, decoder: Decoder) -> StepSampler:
+    if decoder.device.type == "cuda":
+        from pagefold.runner.device_sampler import DeviceSampler
+
+        return DeviceSampler(spec.vocab_size, decoder.device)
+    return HostSampler(spec.vocab_size)
 
 
 def build_geometry(
-    config: EngineConfig, spec: ModelSpec, layout: HeadLayout, formats: list[FormatPair], policies: PolicyMaker
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: HeadLayout,
+    formats: list[FormatPair],
+    policies: PolicyMaker,
+    default_bytes: int,
 ) -> KVGeometry:
-    """Pages per tier from bytes, or as told. Page 0 of each tier is padding's."""
+    """Pages per tier from bytes (`default_bytes`, if the options name none), or as told. Page 0 of each tier is
+    padding's."""
     cache = config.cache
     per_page = tuple(
         PageStore.bytes_per_page(fmt, layout.heads_per_page, cache.page_size, spec.head_dim, policies.state)
@@ -135,7 +180,7 @@ def build_geometry(
     if cache.num_pages is not None:
         pages = tuple(math.ceil(cache.num_pages * share / shares[0]) + 1 for share in shares)
     else:
-        total = cache.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+        total = cache.kv_cache_memory_bytes or default_bytes
         pages = tuple(int(total * share) // size for share, size in zip(shares, per_page, strict=True))
         if min(pages) < 2:
             need = max(math.ceil(2 * size / share) for share, size in zip(shares, per_page, strict=True))
@@ -158,26 +203,28 @@ def build_view(
     config: EngineConfig,
     spec: ModelSpec,
     layout: HeadLayout,
-    stores: list[PageStore],
     geometry: KVGeometry,
     decoder: Decoder,
     max_model_len: int,
     has_window: bool,
 ) -> KVView:
-    """The device side of the cache. Slot 0, window slot 0 and page 0 are garbage rooms."""
+    """The device side of the cache, without its stores. Slot 0, window slot 0 and page 0 are garbage rooms."""
     slots, groups = geometry.max_seqs + 1, geometry.num_groups
     width = config.eviction.kv_window if has_window else 0
-    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32)  # noqa: E731
+    device = decoder.device
+    ints = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)  # noqa: E731
     return KVView(
-        tiers=stores,
+        tiers=[],
         page_table=ints(slots, groups, math.ceil(max_model_len / geometry.page_size) + 1),
         evicted=ints(slots, groups),
         cold=ints(slots, groups),
-        group_of=torch.from_numpy(layout.group_of),
-        column_of=torch.from_numpy(layout.column_of),
-        members=torch.from_numpy(layout.members()),
+        group_of=torch.from_numpy(layout.group_of).to(device),
+        column_of=torch.from_numpy(layout.column_of).to(device),
+        members=torch.from_numpy(layout.members()).to(device),
         window=torch.zeros(
-            spec.num_layers, geometry.window_slots + 1, width, spec.num_heads, spec.head_dim, dtype=decoder.dtype
+            (spec.num_layers, geometry.window_slots + 1, width, spec.num_heads, spec.head_dim),
+            dtype=decoder.dtype,
+            device=device,
         ),
         inv_freq=decoder.inv_freq,
         page_size=geometry.page_size,

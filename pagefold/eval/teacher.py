@@ -18,7 +18,8 @@ from pagefold.core.config import EngineConfig
 from pagefold.core.types import Request, SamplingParams
 from pagefold.engine.build import Loaded, build_engine
 from pagefold.models.decoder import Decoder
-from pagefold.runner.runner import Model
+from pagefold.runner.model import Model
+from pagefold.runner.sampling import Ready
 
 BLOCK_ROWS = 128  # distributions held at a time
 
@@ -40,8 +41,8 @@ class _Headless:
 class _HandThrough:
     """In the sampler's place: rows of the prompt go to the request's output as they are."""
 
-    def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> list[Tensor]:
-        return list(logits)
+    def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> Ready[list[Tensor]]:
+        return Ready(list(logits))
 
 
 class Teacher:

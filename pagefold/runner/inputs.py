@@ -1,46 +1,79 @@
-"""From a `StepPlan` to the tensors of one forward pass."""
+"""From a `StepPlan` to the numbers of one forward pass."""
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs
 from pagefold.core.types import StepPlan
+from pagefold.runner.upload import upload
 
 
-def forward_inputs(plan: StepPlan, drawn: torch.Tensor) -> ForwardInputs:
-    """Tokens, positions, chunk bounds, rows that want logits, and where the windows' queries go.
+@dataclass
+class Batch:
+    """A plan's chunks as columns, in host memory, all int64. `ForwardInputs` says what they mean.
 
-    Query j of a window is the query of token window_start + j; the tokens of a chunk before window_start are not kept.
-
-    drawn   int64[slots], the token drawn last for each slot: what a plan calls -1
+    tokens   -1 is the token drawn last for the slot
     """
-    starts = np.array([c.start for c in plan.chunks], np.int64)
-    lens = np.array([c.num_tokens for c in plan.chunks], np.int64)
-    q_start = np.concatenate([[0], np.cumsum(lens)])
-    offset = np.arange(q_start[-1]) - np.repeat(q_start[:-1], lens)
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    window_slots: np.ndarray
+    window_index: np.ndarray
+    slots: np.ndarray
+    q_lens: np.ndarray
+    seq_lens: np.ndarray
+    num_logits: np.ndarray
+
+    @property
+    def single_tokens(self) -> bool:
+        """Every chunk is one token whose logits are wanted: the shape of decoding."""
+        return bool((self.q_lens == 1).all() and (self.num_logits == 1).all())
+
+
+def batch_of(plan: StepPlan) -> Batch:
+    """Query j of a window is the query of token window_start + j; the tokens of a chunk before that are not kept."""
+    slots, starts, lens, num_logits, window_slot, window_start = np.array(plan.chunks, np.int64).T
+    offset = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
     positions = np.repeat(starts, lens) + offset
-    logits_at = np.concatenate(
-        [np.arange(end - c.num_logits, end) for c, end in zip(plan.chunks, q_start[1:], strict=True)]
+    window_index = positions - np.repeat(window_start, lens)
+    kept = (np.repeat(window_slot, lens) > 0) & (window_index >= 0)
+    return Batch(
+        tokens=plan.tokens.astype(np.int64),
+        positions=positions,
+        window_slots=np.where(kept, np.repeat(window_slot, lens), 0),
+        window_index=np.where(kept, window_index, 0),
+        slots=slots,
+        q_lens=lens,
+        seq_lens=starts + lens,
+        num_logits=num_logits,
     )
-    window_slot = np.repeat(np.array([c.window_slot for c in plan.chunks], np.int64), lens)
-    window_index = positions - np.repeat(np.array([c.window_start for c in plan.chunks], np.int64), lens)
-    kept = (window_slot > 0) & (window_index >= 0)
-    tensor = lambda a: torch.from_numpy(np.ascontiguousarray(a, np.int64)).to(drawn.device)  # noqa: E731
-    slots, seq_lens = [c.slot for c in plan.chunks], (starts + lens).tolist()
-    tokens = tensor(plan.tokens)
-    if (plan.tokens < 0).any():
-        tokens = torch.where(tokens < 0, drawn[tensor(np.repeat(slots, lens))], tokens)
+
+
+def forward_inputs(batch: Batch, drawn: Tensor) -> ForwardInputs:
+    """The batch on the device.
+
+    drawn   int64[slots], the token drawn last for each slot
+    """
+    ends = batch.q_lens.cumsum()
+    logits_at = np.repeat(ends - batch.num_logits.cumsum(), batch.num_logits) + np.arange(batch.num_logits.sum())
+    columns = batch.tokens, batch.positions, batch.window_slots, batch.window_index, batch.slots, batch.seq_lens
+    later = np.repeat(batch.slots, batch.q_lens)  # of each token
+    *moved, q_start, logits_at, later = upload([*columns, np.append(0, ends), logits_at, later], drawn.device)
+    tokens, positions, window_slots, window_index, slots, seq_lens = moved
     return ForwardInputs(
-        tokens=tokens,
-        positions=tensor(positions),
-        q_start=tensor(q_start),
-        slots=tensor(slots),
-        seq_lens=tensor(seq_lens),
-        logits_at=tensor(logits_at),
-        window_slots=tensor(np.where(kept, window_slot, 0)),
-        window_index=tensor(np.where(kept, window_index, 0)),
-        keeps_window=bool(kept.any()),
-        host_q_lens=lens.tolist(),
-        host_slots=slots,
-        host_seq_lens=seq_lens,
+        tokens=torch.where(tokens < 0, drawn[later], tokens),
+        positions=positions,
+        q_start=q_start,
+        slots=slots,
+        seq_lens=seq_lens,
+        logits_at=logits_at,
+        window_slots=window_slots,
+        window_index=window_index,
+        keeps_window=bool(batch.window_slots.any()),
+        host_q_lens=batch.q_lens.tolist(),
+        host_slots=batch.slots.tolist(),
+        host_seq_lens=batch.seq_lens.tolist(),
     )

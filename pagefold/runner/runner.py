@@ -1,42 +1,50 @@
 """Executes step plans: the device tables, one forward pass, the draws, the compactions."""
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import Backend, ForwardInputs, KVView
-from pagefold.core.types import StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
+from pagefold.backends.base import Backend, KVView
+from pagefold.core.types import SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
 from pagefold.runner.compressor import Compressor
-from pagefold.runner.inputs import forward_inputs
-from pagefold.runner.sampler import Sampler
+from pagefold.runner.graphs import DecodeGraphs
+from pagefold.runner.inputs import batch_of, forward_inputs
+from pagefold.runner.model import Model
+from pagefold.runner.sampling import Draw, PromptRanks, StepSampler
+from pagefold.runner.upload import upload
 from pagefold.store.pagestore import PageStore
 
 
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    scale: float
-
-    def forward(self, fwd: ForwardInputs, kv: KVView, backend: Backend) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
+@dataclass
 class Launched:
-    """A step that may still be running on the device."""
+    """A step that may still be running on the device.
 
-    def __init__(self, result: StepResult):
-        self._result = result
+    samples   as in the plan
+    draw      of those that are not None
+    ranks     {index of a chunk: log-probabilities of its part of a prompt}
+    """
+
+    step: int
+    samples: list[SampleSpec | None]
+    draw: Draw | None
+    ranks: dict[int, PromptRanks]
 
     def result(self) -> StepResult:
         """Wait for the step and return what it drew."""
-        return self._result
+        ids: list[int | None] = [None] * len(self.samples)
+        logprobs: list[TokenLogprobs | None] = [None] * len(self.samples)
+        if self.draw:
+            drawn = zip(*self.draw.result(), strict=True)
+            for n, spec in enumerate(self.samples):
+                if spec is not None:
+                    ids[n], logprobs[n] = next(drawn)
+        return StepResult(self.step, ids, logprobs, {i: ranks.result() for i, ranks in self.ranks.items()})
 
 
 class ModelRunner:
-    """Turns a plan into a result, and nothing else: no decision is taken here.
+    """Turns plans into results, and nothing else: no decision is taken here.
 
     Steps are launched in the order of their plans. A plan may be launched before the one before it was waited for: a
     token it does not know yet (-1) is the one drawn last for that slot, which never leaves the device in between.
@@ -45,38 +53,70 @@ class ModelRunner:
     backend   whoever touches page bytes
     kv        the stores and tables
     host      one store per tier in host memory, for swapped requests
+    graphs    captured passes of decode batches (see `capture`), or None
     """
 
-    def __init__(self, model: Model, backend: Backend, kv: KVView, host: list[PageStore], vocab_size: int):
+    def __init__(self, model: Model, backend: Backend, kv: KVView, host: list[PageStore], sampler: StepSampler):
         self.model = model
         self.backend = backend
         self.kv = kv
         self.host = host
-        self.sampler = Sampler(vocab_size)
+        self.sampler = sampler
         self.compressor = Compressor(backend, kv, model.scale)
-        self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=kv.page_table.device)  # by slot
+        self.graphs: DecodeGraphs | None = None
+        self.device = kv.page_table.device
+        self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=self.device)  # by slot
+
+    @torch.inference_mode()
+    def capture(self, sizes: list[int], max_model_len: int) -> None:
+        """Capture decode batches of these sizes."""
+        self.graphs = DecodeGraphs(self.model, self.backend, self.kv, sizes, max_model_len, self._drawn)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         self._apply(plan.edits)
         self._swap(plan.swaps)
         if not plan.chunks:
-            return Launched(StepResult(plan.step, [], [], {}))
-        fwd = forward_inputs(plan, self._drawn)
-        hidden = self.model.forward(fwd, self.kv, self.backend)
-        logits = self.model.logits(hidden[fwd.logits_at])
-        result = self._sample(plan, logits.to(torch.promote_types(logits.dtype, torch.float32)))
+            return Launched(plan.step, [], None, {})
+        batch = batch_of(plan)
+        if self.graphs and self.graphs.fits(batch):
+            logits, last, slots = self.graphs.replay(batch)
+        else:
+            fwd = forward_inputs(batch, self._drawn)
+            hidden = self.model.forward(fwd, self.kv, self.backend)
+            logits, last, slots = self.model.logits(hidden[fwd.logits_at]), fwd.tokens[fwd.logits_at], fwd.slots
+        ends = batch.num_logits.cumsum()
+        ranks = {}
+        for i, (targets, k) in plan.prompt_targets.items():
+            first = ends[i] - batch.num_logits[i]
+            ranks[i] = self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, k)
+        specs = [spec for spec in plan.samples if spec is not None]
+        draw = None
+        if specs:
+            if len(specs) < len(ends) or len(specs) < len(logits):
+                # the last row of a chunk's logits is drawn from; the others are the prompt's
+                chunks = np.flatnonzero(batch.num_logits)[
+                    [n for n, spec in enumerate(plan.samples) if spec is not None]
+                ]
+                rows, slots = upload([ends[chunks] - 1, batch.slots[chunks]], self.device)
+                logits, last = logits[rows], last[rows]
+            draw = self.sampler.launch(logits, specs, last)
+            self._drawn.index_copy_(0, slots, draw.ids.clamp(min=0))
         self.compressor.run(plan.jobs, plan.policies)
-        return Launched(result)
+        return Launched(plan.step, plan.samples, draw, ranks)
 
     def _apply(self, edits: TableEdits) -> None:
-        """Edits are in order and later ones win, which numpy's assignment guarantees and torch's does not."""
-        table, evicted, cold = (t.numpy() for t in (self.kv.page_table, self.kv.evicted, self.kv.cold))
-        slot, group, index, page = edits.pages.T
-        table[slot, group, index] = page
-        slot, group, rows, pages = edits.lengths.T
-        evicted[slot, group] = rows
-        cold[slot, group] = pages
+        kv = self.kv
+        num_groups, max_pages = kv.page_table.shape[1:]
+        if len(edits.pages):
+            slot, group, index, page = edits.pages.T.astype(np.int64)
+            at, pages = upload([(slot * num_groups + group) * max_pages + index, page], self.device)
+            kv.page_table.view(-1).index_copy_(0, at, pages.int())
+        if len(edits.lengths):
+            slot, group, rows, cold = edits.lengths.T.astype(np.int64)
+            at, rows, cold = upload([slot * num_groups + group, rows, cold], self.device)
+            kv.evicted.view(-1).index_copy_(0, at, rows.int())
+            kv.cold.view(-1).index_copy_(0, at, cold.int())
 
     def _swap(self, swaps: list[SwapOp]) -> None:
         for op in swaps:
@@ -84,24 +124,3 @@ class ModelRunner:
             src, dst = (device, host) if op.to_host else (host, device)
             ids = [torch.from_numpy(np.asarray(pages, np.int64)) for pages in (op.src_pages, op.dst_pages)]
             self.backend.copy_pages(src, ids[0], dst, ids[1])
-
-    def _sample(self, plan: StepPlan, logits: Tensor) -> StepResult:
-        """The last row of each chunk's logits is drawn from; the others are the prompt's."""
-        wanted = [(i, chunk) for i, chunk in enumerate(plan.chunks) if chunk.num_logits]
-        ends = np.cumsum([chunk.num_logits for _, chunk in wanted])
-        prompt: dict[int, list[TokenLogprobs]] = {}
-        for (i, chunk), end in zip(wanted, ends, strict=True):
-            if i in plan.prompt_targets:
-                targets, k = plan.prompt_targets[i]
-                first = end - chunk.num_logits
-                prompt[i] = self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, k)
-        drawn = [n for n, spec in enumerate(plan.samples) if spec is not None]
-        ids: list[int | None] = [None] * len(wanted)
-        logprobs: list[TokenLogprobs | None] = [None] * len(wanted)
-        if drawn:
-            specs = [spec for spec in plan.samples if spec is not None]
-            rows = logits if len(drawn) == len(logits) else logits[torch.from_numpy(ends[drawn] - 1)]
-            for n, token, logprob in zip(drawn, *self.sampler.sample(rows, specs), strict=True):
-                ids[n], logprobs[n] = token, logprob
-                self._drawn[wanted[n][1].slot] = token or 0
-        return StepResult(plan.step, ids, logprobs, prompt)

@@ -47,8 +47,7 @@ class Sampler:
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu"):
         self.vocab_size = vocab_size
-        salts = _mix(np.arange(1, vocab_size + 1, dtype=np.uint64))
-        self._salts = torch.from_numpy(salts.view(np.int64)).to(device)  # int64[V]
+        self._salts = race_salts(vocab_size).to(device)
 
     @torch.no_grad()
     def sample(
@@ -69,7 +68,7 @@ class Sampler:
         plain: list[int] = []
         groups: dict[_Picker, list[int]] = {}
         for row, sound in enumerate(logits.amax(-1).isfinite().tolist()):
-            if sound and _is_greedy(specs[row]) and not _has_edits(specs[row]):
+            if sound and is_greedy(specs[row]) and not _has_edits(specs[row]):
                 plain.append(row)
             elif sound:
                 groups.setdefault(self._picker(specs[row]), []).append(row)
@@ -90,7 +89,7 @@ class Sampler:
         return token_logprobs(logits[:, : self.vocab_size], targets, [k] * len(targets))
 
     def _picker(self, spec: SampleSpec) -> _Picker:
-        if _is_greedy(spec):
+        if is_greedy(spec):
             return _pick_best
         return self._draw_cut if spec.params.top_k > 0 or spec.params.top_p < 1 else self._draw
 
@@ -129,17 +128,31 @@ def token_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int])
     entries: list[TokenLogprobs] = []
     for rows in _parts(range(len(chosen)), logits.device):
         x = _at_least_float32(logits[rows[0] : rows[-1] + 1])
-        most = min(max(counts[row] for row in rows), x.shape[1])
-        target = torch.tensor([chosen[row] for row in rows], device=x.device)[:, None]
-        value = x.gather(1, target)
-        ahead = (x > value) | ((x == value) & (torch.arange(x.shape[1], device=x.device) < target))
-        ids = torch.cat((target, _best(x, most)), dim=1)
-        logprobs = (x.gather(1, ids) - x.logsumexp(-1, keepdim=True)).tolist()
-        for i, (row, rank) in enumerate(zip(rows, (ahead.sum(-1) + 1).tolist(), strict=True)):
-            num = 1 + min(counts[row], most)
-            ranks = (rank, *range(1, num))
-            entries.append(TokenLogprobs(tuple(ids[i, :num].tolist()), tuple(logprobs[i][:num]), ranks))
+        target = torch.tensor([chosen[row] for row in rows], device=x.device)
+        part = [counts[row] for row in rows]
+        entries += logprob_entries(*ranked(x, target, max(part)), part)
     return entries
+
+
+def ranked(x: Tensor, target: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of x[n, V]: the target and the best `most` ids (or all), their log-probabilities, the target's rank.
+
+    int64[n, 1 + most], floating[n, 1 + most], int64[n]
+    """
+    target = target[:, None]
+    value = x.gather(1, target)
+    ahead = (x > value) | ((x == value) & (torch.arange(x.shape[1], device=x.device) < target))
+    ids = torch.cat((target, _best(x, min(most, x.shape[1]))), dim=1)
+    return ids, x.gather(1, ids) - x.logsumexp(-1, keepdim=True), ahead.sum(-1) + 1
+
+
+def logprob_entries(ids: Tensor, logprobs: Tensor, ranks: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """What `ranked` found, as far as each row asked for it."""
+    rows = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), counts, strict=True)
+    return [
+        TokenLogprobs(tuple(row[: 1 + k]), tuple(logprob[: 1 + k]), (rank, *range(1, len(row[: 1 + k]))))
+        for row, logprob, rank, k in rows
+    ]
 
 
 def _reported(logits: Tensor, ids: list[int | None], specs: Sequence[SampleSpec]) -> list[TokenLogprobs | None]:
@@ -170,7 +183,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _is_greedy(spec: SampleSpec) -> bool:
+def is_greedy(spec: SampleSpec) -> bool:
     return spec.params.greedy or spec.params.top_k == 1
 
 
@@ -290,12 +303,22 @@ def _best(x: Tensor, num: int) -> Tensor:
 
 def _race(weights: Tensor, salts: Tensor, specs: list[SampleSpec]) -> Tensor:
     """The column of float64 weights[M, C] that wins each row's race; the columns are the ids of salts[C] or [M, C]."""
-    keys = [_mix(_mix(s.seed & _WORD) + s.position * _GOLDEN & _WORD) for s in specs]
-    bits = salts ^ torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=weights.device)[:, None]
+    keys = [_signed(race_key(s.seed & _WORD, s.position)) for s in specs]
+    bits = salts ^ torch.tensor(keys, dtype=torch.int64, device=weights.device)[:, None]
     bits ^= (bits >> 32).bitwise_and_(_LOW_HALF)
     bits *= _signed(_MIX_A)
     uniform = (bits >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)  # in (0, 1), without the ends
     return uniform.log_().div_(weights).argmax(-1)  # minus the waiting times: -inf where the weight is 0
+
+
+def race_salts(vocab_size: int) -> Tensor:
+    """What the ids bring to the hash: int64[V]."""
+    return torch.from_numpy(_mix(np.arange(1, vocab_size + 1, dtype=np.uint64)).view(np.int64))
+
+
+def race_key(seed, position):
+    """What seed and position bring to the hash, on Python ints in [0, 2^64) or uint64[*]."""
+    return _mix(_mix(seed) + position * _GOLDEN & _WORD)
 
 
 def _mix(z):
