@@ -19,7 +19,11 @@ from pagefold import __version__
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
 
+if typing.TYPE_CHECKING:
+    from pagefold.engine.outputs import CompletionOutput
+
 ALIASES = {"page_size": ["--block-size"], "num_pages": ["--num-gpu-blocks-override"]}  # as vLLM calls them
+PEERS = ("transformers", "vllm")
 REFUSED, INTERRUPTED = 2, 130
 
 CHAT_LACKS = frozenset({"n", "logprobs", "prompt_logprobs", "detokenize"})  # one answer, as text
@@ -84,6 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench = verbs.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="COMMAND")
     _add_throughput_flags(_verb(bench, "throughput", _throughput, "output tokens per second, and peers beside it"))
 
+    _add_gaps_flags(_verb(bench, "gaps", _gaps, "how long a GPU idles between decode steps"))
+
     add_parsers(verbs)
     return parser
 
@@ -119,7 +125,7 @@ def _add_flag(group: Any, field: dataclasses.Field, text: str, default: object) 
     shown = "" if default in (None, ()) else f"(default: {default})"
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     options["help"] = f"{text} {shown}".strip().replace("%", "%%")
-    if field.type is bool:
+    if field.type in (bool, bool | None):
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **options)
         return
     kind, repeated = _kind_of(field.type)
@@ -195,7 +201,7 @@ def _generate(args: argparse.Namespace) -> int:
                 "index": index,
                 "prompt_tokens": len(output.prompt_token_ids),
                 "cached_tokens": output.num_cached_tokens,
-                "outputs": [dataclasses.asdict(completion) for completion in output.outputs],
+                "outputs": [_completion_facts(completion) for completion in output.outputs],
             }
             while written in answers:  # in the order of the requests, as early as possible
                 _write_answer(out, answers.pop(written), plain=bool(args.prompt) and not args.output)
@@ -205,6 +211,12 @@ def _generate(args: argparse.Namespace) -> int:
     if refused:
         print(f"{refused} of {len(entries)} requests were refused", file=sys.stderr)
     return 0
+
+
+def _completion_facts(completion: "CompletionOutput") -> dict[str, Any]:
+    facts = {f.name: getattr(completion, f.name) for f in dataclasses.fields(completion) if f.repr and f.name[0] != "_"}
+    facts["logprobs"] = facts["logprobs"] and [dataclasses.asdict(entry) for entry in facts["logprobs"]]
+    return facts | {"kv": dataclasses.asdict(completion.kv)}
 
 
 def _write_answer(out: typing.TextIO, answer: dict[str, Any], plain: bool) -> None:
@@ -298,37 +310,80 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _add_throughput_flags(parser: _Parser) -> None:
     group = parser.add_argument_group("work (default: 8 random prompts, 128 tokens in, 128 out)")
-    group.add_argument("--suite", choices=["cpu"], help="W1 and W2, full and folded, in bfloat16 and float32")
-    group.add_argument("--dataset", metavar="FILE", help="JSONL file of requests, as for `pagefold generate`")
-    group.add_argument("--num-requests", type=_parser_of(int), default=8, metavar="N")
+    kind = group.add_mutually_exclusive_group()
+    kind.add_argument("--suite", choices=["cpu"], help="W1 and W2, full and folded, in bfloat16 and float32")
+    named = "a published mix of requests, for a GPU: random weights, and KV memory, context and running requests set"
+    kind.add_argument("--workload", choices=["nano", "reason", "long"], help=named)
+    kind.add_argument("--dataset", metavar="FILE", help="JSONL file of requests, as for `pagefold generate`")
+    group.add_argument("--num-requests", type=_parser_of(int), metavar="N", help="also for nano and reason")
+    group.add_argument("--users", type=_parser_of(int), metavar="N", help="requests of the workload long (default: 2)")
     group.add_argument("--input-len", type=_parser_of(int), default=128, metavar="TOKENS")
     group.add_argument("--output-len", type=_parser_of(int), default=128, metavar="TOKENS")
-    group.add_argument("--peer", action="append", default=[], choices=["transformers", "vllm"], help="may be repeated")
+    greedy = "of the draws; default: 0, greedy, and 0.6 for the workloads"
+    group.add_argument("--temperature", type=_parser_of(float), metavar="X", help=greedy)
+    group.add_argument("--peer", action="append", default=[], choices=PEERS, help="may be repeated")
     python = "interpreter that has the peers, or PEER=PATH for one of them; default: this one"
     group.add_argument("--peer-python", action="append", default=[], metavar="PATH", help=python)
+    path = "folder of the peers' packages, or PEER=PATH for one of them: the PYTHONPATH of their processes"
+    group.add_argument("--peer-path", action="append", default=[], metavar="PATH", help=path)
     group.add_argument("--threads", type=_parser_of(int), metavar="N", help="CPU threads; default: all cores")
     group.add_argument("--json", metavar="FILE", help="write every figure")
 
 
 def _throughput(args: argparse.Namespace) -> int:
     from pagefold.bench import throughput, workloads
+    from pagefold.bench.peers import PeerHome
     from pagefold.models.sources import resolve
 
     options = engine_options(args)
     EngineConfig.from_options(**options)
-    pythons = dict.fromkeys(args.peer)
-    for text in args.peer_python:
-        name, equals, path = text.partition("=")
-        pythons |= {name: path} if equals else dict.fromkeys(args.peer, text)
+    pythons, paths = (_by_peer(args.peer, texts) for texts in (args.peer_python, args.peer_path))
+    homes = {name: PeerHome(pythons[name], paths[name]) for name in dict.fromkeys(args.peer)}
+    if args.users is not None and args.workload != "long":
+        raise InputError("users", "is for the workload long")
+    if args.num_requests is not None and args.workload == "long":
+        raise InputError("num_requests", "the workload long has --users instead")
+    temperature = args.temperature or 0.0
     if args.suite:
-        cases = throughput.suite_cases(options)
+        cases = workloads.suite_cases(options)
+    elif args.workload:
+        users = 2 if args.users is None else args.users
+        cases = [workloads.named_case(args.workload, options, args.num_requests, users, args.temperature)]
     elif args.dataset:
         tokenizer = resolve(args.model).tokenizer()
         work = workloads.dataset_workload(args.dataset, tokenizer, args.output_len)
-        cases = [throughput.single_case(args.dataset, options, work)]
+        work = dataclasses.replace(work, temperature=temperature)
+        cases = [workloads.single_case(args.dataset, options, work)]
     else:
-        cases = [throughput.random_case(options, args.num_requests, args.input_len, args.output_len)]
-    return 0 if throughput.run_throughput(cases, pythons, args.threads, args.json) else 1
+        num_requests = 8 if args.num_requests is None else args.num_requests
+        cases = [workloads.random_case(options, num_requests, args.input_len, args.output_len, temperature)]
+    return 0 if throughput.run_throughput(cases, homes, args.threads, args.json) else 1
+
+
+def _by_peer(peers: Sequence[str], texts: Sequence[str]) -> dict[str, str | None]:
+    """{peer: path} from texts that are PEER=PATH, or a path for all of them; later ones win."""
+    found: dict[str, str | None] = dict.fromkeys(peers)
+    for text in texts:
+        name, equals, path = text.partition("=")
+        found |= {name: path} if equals and name in PEERS else dict.fromkeys(found, text)
+    return found
+
+
+def _add_gaps_flags(parser: _Parser) -> None:
+    group = parser.add_argument_group("work")
+    running = "requests that decode at once; may be repeated (default: 256, and 1)"
+    group.add_argument("--num-requests", action="append", type=_parser_of(int), metavar="N", help=running)
+    group.add_argument("--input-len", type=_parser_of(int), default=128, metavar="TOKENS")
+    group.add_argument("--steps", type=_parser_of(int), default=60, metavar="N", help="measured (default: 60)")
+    group.add_argument("--temperature", type=_parser_of(float), default=0.6, metavar="X", help="(default: 0.6)")
+    group.add_argument("--json", metavar="FILE", help="write every figure")
+
+
+def _gaps(args: argparse.Namespace) -> None:
+    from pagefold.bench import gaps
+
+    numbers = args.num_requests or [256, 1]
+    gaps.run_gaps(engine_options(args), numbers, args.input_len, args.steps, args.temperature, args.json)
 
 
 if __name__ == "__main__":

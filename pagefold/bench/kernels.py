@@ -1,6 +1,6 @@
 """Decode and prefill attention on a GPU against what the memory and the matrix units give.
 
-    python -m pagefold.bench.kernels --json kernels.json --fa3
+    python -m pagefold.bench.kernels --json kernels.json --fa3 --peer-path FOLDER
 
 Bytes are those that a format defines, read once; times are of replayed CUDA graphs over several layers, which together
 exceed the L2 cache. No number is printed for a kernel whose output was not first compared with torch.
@@ -21,6 +21,8 @@ from torch import Tensor
 from pagefold.backends.base import ForwardInputs, JobBatch, KVView
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.plan import DecodeShape, Shape, decode_shape, device_codec, multiprocessors
+from pagefold.bench.peers import PeerHome, run_flash_attention_3
+from pagefold.bench.peers import median_seconds as seconds
 from pagefold.store.format import parse_format
 from pagefold.store.pagestore import PageStore
 
@@ -29,7 +31,9 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 DECODE = [(64, 1024), (64, 4096), (256, 1024), (256, 4096), (6, 131072), (1, 131072)]  # sequences, tokens of each
 PROBES = [(64, 4096), (6, 131072)]
-PREFILL = [(8192, 8192), (8192, 32768), (2048, 32768)]  # new tokens, tokens in all
+FLASH_PAGES = [(*size, 16) for size in DECODE] + [(64, 4096, 256), (6, 131072, 256)]
+PREFILL = [(8192, 8192), (8192, 32768), (8192, 131072), (2048, 32768)]  # new tokens, tokens in all
+COPIED_BYTES = (1 << 30, 1 << 31, 1 << 32)
 LAYER_BYTES = 3 << 28  # of all layers that a timed graph reads: many times the L2 cache
 LIMIT = 1e-2  # relative error that a kernel may have
 
@@ -43,30 +47,24 @@ SHAPES = {
 PREFILL_SHAPES = [(64, 8, 2), (64, 8, 3), (128, 8, 2), (64, 4, 2), (64, 4, 3), (32, 4, 3)]
 
 
-def seconds(work: Callable[[], object], budget: float = 0.03) -> float:
-    """Median time of replaying a CUDA graph of `work`."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times, spent = [], 0.0
-    while len(times) < 5 or (spent < budget and len(times) < 50):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-        spent += times[-1]
-    return sorted(times[1:])[len(times[1:]) // 2]
-
-
 def copy_bandwidth() -> float:
-    """Bytes read and written per second by a large device copy."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source), 0.1)
+    """Bytes read and written per second by the best of several large copies on the device.
+
+    They are launched as they are: inside a CUDA graph a copy may be left to the copy engines, which are slower than
+    kernels. For the same reason an element-wise kernel is tried beside `copy_`.
+    """
+    best = 0.0
+    for size in COPIED_BYTES:
+        if 3 * size > torch.cuda.mem_get_info()[0]:
+            break
+        for dtype in (torch.float32, torch.int64):
+            source = torch.empty(size // dtype.itemsize, dtype=dtype, device=DEVICE).random_()
+            target = torch.empty_like(source)
+            for copy in (partial(target.copy_, source), partial(torch.neg, source, out=target)):
+                best = max(best, 2 * size / seconds(copy, 0.06, graph=False))
+            del source, target, copy
+        torch.cuda.empty_cache()
+    return best
 
 
 def fill(plane: Tensor) -> None:
@@ -95,7 +93,7 @@ class Cache:
 
     def __post_init__(self):
         pair = parse_format(self.format)
-        self.layers = max(1, min(8, math.ceil(LAYER_BYTES / self.layer_bytes)))
+        self.layers = decode_layers(self.layer_bytes)
         num_pages = self.batch * self.length // self.max_page + 1
         self.store = PageStore(pair, num_pages, self.layers * KV_HEADS, self.max_page, HEAD_DIM, {}, DEVICE)
         for plane in self.store.planes.values():
@@ -289,7 +287,7 @@ def time_prefill(cache: Cache, q: Tensor, q_len: int, flops: float, variant: Var
 def prefill(report: Report, seconds_left: Callable[[], float]) -> None:
     for q_len, length in PREFILL:
         q = torch.randn(q_len, Q_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-        flops = 4 * Q_HEADS * HEAD_DIM * (q_len * (length - q_len) + q_len * q_len / 2)
+        flops = prefill_flops(q_len, length)
         for format in ("bf16", "int4"):
             cache, rows = Cache(format, 1, length), []
             label = {"what": "prefill cudnn", "format": format, "q_len": q_len, "length": length}
@@ -323,7 +321,7 @@ def time_prefill_cudnn(cache: Cache, q: Tensor, q_len: int, flops: float) -> dic
     kv, past = cache.view(64), cache.length - q_len
     one = torch.ones(1, dtype=torch.int64, device=DEVICE)
     length = one * cache.length
-    jobs = JobBatch(one, one * 0, one * 0, length, length, length, one * 0, one[:, None], 0)
+    jobs = JobBatch(one, one * 0, one * 0, length, length, length, one * 0, one[:, None], 0, cache.length, cache.length)
     query, backend = q.transpose(0, 1).contiguous(), TritonBackend()
 
     def decode() -> list[Tensor]:
@@ -342,72 +340,108 @@ def time_prefill_cudnn(cache: Cache, q: Tensor, q_len: int, flops: float) -> dic
     if not error <= LIMIT:
         raise ValueError(f"relative error {error:.2e} against torch, limit {LIMIT:g}")
     alone = seconds(lambda: attend(*rows))
-    torch.cuda.synchronize()
-    start = time.perf_counter()  # reading the rows waits for a length, so it cannot be captured
-    decode()
-    torch.cuda.synchronize()
     return {
         "us": alone * 1e6,
         "tflop_s": flops / alone / 1e12,
-        "decode_us": (time.perf_counter() - start) * 1e6,
+        "decode_us": seconds(decode, graph=False) * 1e6,
         "error": error,
     }
 
 
-def time_flash_attention_3(batch: int, length: int, bandwidth: float) -> dict:
-    """FlashAttention-3 of a vLLM installation, over pages of 16 rows, timed like ours."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-
-    layer_bytes = batch * length * KV_HEADS * HEAD_DIM * 4
-    layers = max(1, min(8, math.ceil(LAYER_BYTES / layer_bytes)))
-    pages = batch * length // 16
-    cache = torch.empty(layers, 2, pages, 16, KV_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-    for layer in cache:
-        layer.normal_()
-    q = torch.randn(batch, Q_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-    starts = torch.arange(batch + 1, device=DEVICE, dtype=torch.int32)
-    lengths = torch.full((batch,), length, device=DEVICE, dtype=torch.int32)
-    table = torch.randperm(pages, device=DEVICE, dtype=torch.int32).view(batch, -1)
-
-    def work() -> None:
-        for keys, values in cache:
-            flash_attn_varlen_func(
-                q,
-                keys,
-                values,
-                max_seqlen_q=1,
-                cu_seqlens_q=starts,
-                max_seqlen_k=length,
-                seqused_k=lengths,
-                block_table=table,
-                causal=True,
-                fa_version=3,
-            )
-
-    spent = seconds(work) / layers
-    rate = layer_bytes / spent
-    return {"us": spent * 1e6, "tb_s": rate / 1e12, "share": rate / bandwidth}
+def decode_layers(layer_bytes: int) -> int:
+    """Layers that a timed graph reads one after the other."""
+    return max(1, min(8, math.ceil(LAYER_BYTES / layer_bytes)))
 
 
-def flash_attention_3(report: Report) -> None:
+def prefill_flops(q_len: int, length: int) -> float:
+    """Of causal attention: what a query may not see is not counted."""
+    return 4 * Q_HEADS * HEAD_DIM * (q_len * (length - q_len) + q_len * q_len / 2)
+
+
+def flash_attention_3(report: Report, home: PeerHome) -> None:
+    """FlashAttention-3 of vLLM, in a process of its own but timed like ours; a missing one is a row that says so."""
+    shapes: list[dict] = []
+    for batch, length, page in FLASH_PAGES:
+        shape = {"what": "decode", "batch": batch, "length": length, "page": page}
+        shapes.append(shape | {"layers": decode_layers(batch * length * KV_HEADS * HEAD_DIM * 4)})
+    shapes += [{"what": "prefill", "q_len": q_len, "length": length} for q_len, length in PREFILL]
+    answer = run_flash_attention_3(shapes, (Q_HEADS, KV_HEADS, HEAD_DIM), home)
+    if "note" in answer:
+        answer["rows"] = [{"what": "decode", "failed": answer["note"]}]
+    for shape in answer["rows"]:
+        what = f"{shape['what']} fa3"
+        if "failed" in shape:
+            report.attempt({"what": what}, partial(_fail, shape["failed"]))
+            continue
+        spent = shape["us"] / 1e6
+        row = shape | {"what": what, "format": "bf16"}
+        if shape["what"] == "decode":
+            rate = shape["batch"] * shape["length"] * KV_HEADS * HEAD_DIM * 4 / spent
+            row |= {"tb_s": rate / 1e12, "share": rate / report.bandwidth}
+            place = f"{row['batch']:4d}x{row['length']:<6d} page {row['page']}"
+            words = f"{row['tb_s']:.2f} TB/s {row['share']:4.0%}"
+        else:
+            row |= {"tflop_s": prefill_flops(shape["q_len"], shape["length"]) / spent / 1e12}
+            place, words = f"prefill q {row['q_len']} of {row['length']}", f"{row['tflop_s']:.0f} TFLOP/s"
+        report.rows.append(row)
+        print(f"fa3   {place} {row['us']:7.0f} us {words}", flush=True)
+
+
+def _fail(why: str) -> dict:
+    raise RuntimeError(why)
+
+
+# ---- tables for docs/benchmarks.md
+
+
+def best_row(rows: list[dict], by: str, **wanted: object) -> dict | None:
+    """The measured row with the most `by` among those that have the wanted fields."""
+    fitting = [row for row in rows if by in row and all(row.get(key) == value for key, value in wanted.items())]
+    return max(fitting, key=lambda row: row[by], default=None)
+
+
+def markdown(rows: list[dict], formats: list[str]) -> str:
+    """Decode by rate and share of the copy, prefill by arithmetic; "-" where nothing was measured."""
+    decode = lambda row: f"{row['us']:.0f} us, {row['tb_s']:.2f} ({row['share']:.0%})" if row else "-"  # noqa: E731
+    fixed = {"FA3 bf16, page 16": {"what": "decode fa3", "page": 16}, "page 256": {"what": "decode fa3", "page": 256}}
+    columns = fixed | {format: {"what": "decode", "format": format, "page": 64} for format in formats}
+    lines = _header("batch x length", columns)
     for batch, length in DECODE:
-        label = {"what": "decode fa3", "format": "bf16", "batch": batch, "length": length}
-        row = report.attempt(label, partial(time_flash_attention_3, batch, length, report.bandwidth))
-        torch.cuda.empty_cache()
-        if row is None:
-            return
-        print(
-            f"fa3   {batch:4d}x{length:<6d} {row['us']:7.0f} us {row['tb_s']:.2f} TB/s {row['share']:4.0%}", flush=True
-        )
+        cells = [decode(best_row(rows, "tb_s", batch=batch, length=length, **want)) for want in columns.values()]
+        lines.append(f"| {batch} x {length} | {' | '.join(cells)} |")
+    columns = {"FA3": {"what": "prefill fa3"}}
+    for format in ("bf16", "int4"):
+        columns[f"cuDNN, {format}"] = {"what": "prefill cudnn", "format": format}
+        columns[f"our kernel, {format}"] = {"what": "prefill", "format": format}
+    lines += ["", *_header("TFLOP/s, q of context", columns)]
+    for q_len, length in PREFILL:
+        found = [best_row(rows, "tflop_s", q_len=q_len, length=length, **want) for want in columns.values()]
+        cells = [_prefill_cell(row) for row in found]
+        lines.append(f"| {q_len} of {length} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _prefill_cell(row: dict | None) -> str:
+    """Rows that are decoded beforehand are not in the rate, so their time is given beside it."""
+    if row is None:
+        return "-"
+    decoded = f" (+ {row['decode_us'] / 1e3:.2f} ms)" if "decode_us" in row else ""
+    return f"{row['tflop_s']:.0f}{decoded}"
+
+
+def _header(first: str, columns: dict[str, dict]) -> list[str]:
+    return [f"| {first} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="file for all results")
     parser.add_argument("--formats", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--fa3", action="store_true", help="also time FlashAttention-3, if vLLM is installed")
+    parser.add_argument("--fa3", action="store_true", help="also time the FlashAttention-3 that vLLM brings")
+    parser.add_argument("--peer-path", metavar="DIR", help="folder of vLLM's packages, if it is not installed")
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has vLLM; default: this one")
     parser.add_argument("--no-prefill", action="store_true")
-    parser.add_argument("--seconds", type=float, default=220, help="start nothing new after this long")
+    parser.add_argument("--seconds", type=float, default=130, help="start nothing new after this long")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench kernels: needs a CUDA device")
@@ -418,7 +452,7 @@ def main() -> None:
     left = lambda: args.seconds - report.elapsed()  # noqa: E731
     try:
         if args.fa3:
-            flash_attention_3(report)
+            flash_attention_3(report, PeerHome(args.peer_python, args.peer_path))
         for i, format in enumerate(args.formats):
             share = left() * (0.8 if not args.no_prefill else 1.0) / (len(args.formats) - i)
             until = report.elapsed() + share
@@ -429,7 +463,7 @@ def main() -> None:
         if args.json:
             with open(args.json, "w") as file:
                 json.dump({"device": device, "copy_tb_s": report.bandwidth / 1e12, "rows": report.rows}, file, indent=1)
-    print(f"{report.elapsed():.0f} s", flush=True)
+    print(f"\n{markdown(report.rows, args.formats)}\n\n{report.elapsed():.0f} s", flush=True)
 
 
 if __name__ == "__main__":

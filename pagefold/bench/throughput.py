@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,16 @@ from rich.console import Console
 from rich.table import Table
 
 from pagefold.bench.export import export_hf
-from pagefold.bench.peers import PeerResult, Workload, run_peer
-from pagefold.bench.workloads import SHAPES, random_workload
+from pagefold.bench.peers import PeerHome, PeerResult, Workload, peak_device_bytes, run_peer
+from pagefold.bench.workloads import Case
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
-from pagefold.engine.build import build_engine, choose_dtype
+from pagefold.engine.build import build_engine
 from pagefold.engine.engine import Engine
 from pagefold.engine.outputs import RequestOutput
 from pagefold.engine.scheduler import Stats
-from pagefold.models.sources import resolve
-from pagefold.models.spec import ModelSpec
 
-WARM_UP_TOKENS = 4
 CHECKED_PROMPTS, CHECKED_TOKENS = 2, 8
-SUITE_DTYPES = ("bfloat16", "float32")
-SUITE_KV_BYTES = {"bfloat16": 300 << 20, "float32": 600 << 20}  # what the full cache of W2 needs, and a little more
-# on a CPU a compaction costs about as much as a step, so it is done every 128 tokens instead of every page
-FOLDED = {"kv_eviction": "zipage", "kv_budget": 256, "kv_buffer": 128}
 EXACT = ("float32", "float64")
 
 
@@ -110,30 +103,43 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
 class EngineResult:
     """What one configuration did.
 
-    tok_s            output tokens per second of `wall_s`
-    wall_s           seconds from the first prompt in to the last token out, loading and warm-up excluded
-    ttft_s           median seconds from the start to a request's first token
-    tpot_s           median seconds per further token of a request
-    peak_rss_bytes   peak resident memory of the process (VmHWM), the weights included
-    peak_pages       most pages held at once, of `num_pages` in all tiers
-    rows_kept        rows per head at the end, summed over the requests, of `rows_seen` that a full cache would hold
-    note             "" if the outputs passed the check, else what is wrong with them, or why there are none
-    outputs          token ids, one list per prompt
+    tok_s               output tokens per second of `wall_s`
+    wall_s              seconds from the first prompt in to the last token out, loading and warm-up excluded
+    init_s              seconds of loading and capturing, before the warm-up
+    prefill_s           seconds of the prompts with one output token each; 0 if they were not run so
+    decode_tok_s        see `Workload.decode_rate`
+    ttft_s              median seconds from the start to a request's first token
+    tpot_s              median seconds per further token of a request
+    peak_rss_bytes      peak resident memory of the process (VmHWM), weights on a CPU included
+    peak_device_bytes   most device memory that tensors had (torch.cuda.max_memory_allocated)
+    kv_bytes            asked for KV pages; `kv_row_bytes` of them are rows that can be held
+    peak_pages          most pages held at once, of `num_pages` in all tiers
+    rows_kept           rows per head at the end, summed over the requests, of `rows_seen` that a full cache would hold
+    device              name of the CUDA device; "" on a CPU
+    note                "" if the outputs passed the check, else what is wrong with them, or why there are none
+    outputs             token ids, one list per prompt
     """
 
     name: str
     tok_s: float = 0.0
     wall_s: float = 0.0
     output_tokens: int = 0
+    init_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_tok_s: float = 0.0
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     peak_rss_bytes: int = 0
+    peak_device_bytes: int = 0
+    kv_bytes: int = 0
+    kv_row_bytes: int = 0
     peak_running: int = 0
     preemptions: int = 0
     peak_pages: int = 0
     num_pages: int = 0
     rows_kept: float = 0.0
     rows_seen: int = 0
+    device: str = ""
     note: str = ""
     outputs: tuple[tuple[int, ...], ...] = ()
 
@@ -145,15 +151,14 @@ class EngineResult:
 def measure(name: str, options: dict[str, Any], workload: Workload) -> EngineResult:
     """Run one configuration in this process: load, warm up, run, check. `options` are those of `EngineConfig`."""
     config = EngineConfig.from_options(**options)
+    start = time.perf_counter()
     engine = build_engine(config)
-    greedy = [_greedy(length) for length in workload.output_lens]
-    # The shapes of the work without its tokens: kernels are compiled, and the prefix cache has nothing to reuse.
-    serve(engine, [[1] * len(p) for p in workload.prompts], [_greedy(WARM_UP_TOKENS)] * len(greedy), "warm-up")
-    if engine.manager.prefix is not None:
-        engine.manager.prefix.clear()
+    init_s = time.perf_counter() - start
+    _warm_up(engine, workload)
+    prefill_s = _serve_apart(engine, workload.prefill(), "prefill").wall_s if workload.prefill_apart else 0.0
     engine.scheduler.stats = stats = Stats()
-    served = serve(engine, workload.prompts, greedy)
-    peak_rss_bytes = _peak_rss_bytes()
+    served = serve(engine, workload.prompts, _sampling(workload))
+    peak_rss_bytes, device_bytes = _peak_rss_bytes(), peak_device_bytes()
     paces = [
         (end - first) / (length - 1)
         for first, end, length in zip(served.first_s, served.last_s, workload.output_lens, strict=True)
@@ -164,22 +169,61 @@ def measure(name: str, options: dict[str, Any], workload: Workload) -> EngineRes
         tok_s=served.output_tokens / served.wall_s,
         wall_s=served.wall_s,
         output_tokens=served.output_tokens,
+        init_s=init_s,
+        prefill_s=prefill_s,
+        decode_tok_s=workload.decode_rate(served.wall_s, prefill_s),
         ttft_s=statistics.median(served.first_s),
         tpot_s=statistics.median(paces) if paces else 0.0,
         peak_rss_bytes=peak_rss_bytes,
+        peak_device_bytes=device_bytes,
+        kv_bytes=config.cache.kv_cache_memory_bytes or _pool_bytes(engine),
+        kv_row_bytes=_row_bytes(engine),
         peak_running=stats.peak_running,
         preemptions=stats.preemptions,
         peak_pages=stats.peak_pages,
         num_pages=sum(pool.num_pages - 1 for pool in engine.manager.pools),
         rows_kept=served.rows_kept,
         rows_seen=served.rows_seen,
+        device=torch.cuda.get_device_name() if device_bytes else "",
         note=_fault(engine, workload, served),
         outputs=tuple(tuple(output.outputs[0].token_ids) for output in served.outputs),
     )
 
 
-def _greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
+def _sampling(workload: Workload) -> list[SamplingParams]:
+    how: dict[str, Any] = {"temperature": workload.temperature, "ignore_eos": True, "detokenize": False}
+    return [SamplingParams(max_tokens=length, **how) for length in workload.output_lens]
+
+
+def _serve_apart(engine: Engine, workload: Workload, salt: str) -> Served:
+    """Serve something else than the work; the prefix cache remembers nothing of it."""
+    served = serve(engine, workload.prompts, _sampling(workload), salt)
+    if engine.manager.prefix is not None:
+        engine.manager.prefix.clear()
+    return served
+
+
+def _warm_up(engine: Engine, workload: Workload) -> None:
+    """Whatever is compiled or allocated at its first use; where the work is folded, a fold too."""
+    _serve_apart(engine, workload.warm_up(), "warm-up")
+    budget, period = engine.config.eviction.kv_budget, engine.config.period
+    room = workload.max_len - budget - 1
+    if engine.config.eviction.kv_eviction != "none" and room > 0:
+        one = Workload([[1] * (budget + 1)], [min(2 * period, room)], workload.temperature)
+        _serve_apart(engine, one, "warm-up of folding")
+
+
+def _pool_bytes(engine: Engine) -> int:
+    geometry = engine.manager.geometry
+    return sum(pages * size for pages, size in zip(geometry.num_pages, geometry.bytes_per_page, strict=True))
+
+
+def _row_bytes(engine: Engine) -> int:
+    """Bytes of the rows that all tiers have room for: without padding's page and what scorers remember of rows."""
+    return sum(
+        (store.num_pages - 1) * store.num_columns * store.page_size * store.format.bytes_per_row(store.head_dim)
+        for store in engine.runner.kv.tiers
+    )
 
 
 def _fault(engine: Engine, workload: Workload, served: Served) -> str:
@@ -191,11 +235,12 @@ def _fault(engine: Engine, workload: Workload, served: Served) -> str:
             return f"request {index} got {len(ids)} tokens of {length}"
     model, cache, evict = engine.config.model, engine.config.cache, engine.config.eviction
     exact_rows = cache.kv_format in ("auto", "fp32", "fp64") and cache.kv_cold_format is None
-    if model.dtype not in EXACT or not exact_rows or evict.kv_eviction != "none":
+    if workload.temperature or model.dtype not in EXACT or not exact_rows or evict.kv_eviction != "none":
         return ""
     for index in range(min(CHECKED_PROMPTS, len(outputs))):
         count = min(CHECKED_TOKENS, workload.output_lens[index])
-        alone = serve(engine, workload.prompts[index : index + 1], [_greedy(count)], f"alone-{index}")
+        one = Workload(workload.prompts[index : index + 1], [count])
+        alone = serve(engine, one.prompts, _sampling(one), f"alone-{index}")
         if alone.outputs[0].outputs[0].token_ids != outputs[index][:count]:
             return f"request {index} begins with other tokens when it runs alone"
     return ""
@@ -238,72 +283,14 @@ def _child(job_file: str, answer_file: str) -> None:
     Path(answer_file).write_text(json.dumps(asdict(result)))
 
 
-# ---- cases: one piece of work, several engines
-
-
-@dataclass(frozen=True)
-class Case:
-    """Engines to compare on one workload.
-
-    title     what the work is
-    dtype     precision of every engine, ours and peers
-    engines   {name: engine options}
-    """
-
-    title: str
-    workload: Workload
-    dtype: str
-    engines: dict[str, dict[str, Any]]
-
-
-def engine_name(options: dict[str, Any]) -> str:
-    """A configuration in a few words: "full", "zipage 256", "zipage 256, int4"."""
-    evict = EngineConfig.from_options(**options).eviction
-    parts = ["full" if evict.kv_eviction == "none" else f"{evict.kv_eviction} {evict.kv_budget}"]
-    parts += [str(options[name]) for name in ("kv_layout", "kv_format", "kv_cold_format") if options.get(name)]
-    return ", ".join(parts)
-
-
-def suite_cases(options: dict[str, Any]) -> list[Case]:
-    """`--suite cpu`: W1 and W2 with a full cache, W2 folded to 256 rows, in bf16 and fp32 (or in the dtype given)."""
-    vocab_size, special_ids = _vocabulary(options)
-    dtypes = SUITE_DTYPES if options.get("dtype", "auto") == "auto" else (options["dtype"],)
-    cases = []
-    for dtype in dtypes:
-        pool = {"kv_cache_memory_bytes": SUITE_KV_BYTES[dtype]} if dtype in SUITE_KV_BYTES else {}
-        for name, shape in SHAPES.items():
-            full = pool | options
-            variants = [full] if name == "W1" else [full, full | FOLDED]
-            engines = {engine_name(variant): variant | {"dtype": dtype} for variant in variants}
-            workload = random_workload(*shape, vocab_size, options.get("seed", 0), special_ids)
-            cases.append(Case(name, workload, dtype, engines))
-    return cases
-
-
-def random_case(options: dict[str, Any], num_requests: int, input_len: int, output_len: int) -> Case:
-    """`--num-requests N --input-len A --output-len B`: our engine as configured, on random tokens."""
-    vocab_size, special_ids = _vocabulary(options)
-    shape = num_requests, input_len, output_len
-    return single_case("random", options, random_workload(*shape, vocab_size, options.get("seed", 0), special_ids))
-
-
-def single_case(title: str, options: dict[str, Any], workload: Workload) -> Case:
-    dtype = options.get("dtype", "auto")
-    if dtype == "auto":
-        dtype = str(choose_dtype(dtype)).removeprefix("torch.")
-    return Case(title, workload, dtype, {engine_name(options): options | {"dtype": dtype}})
-
-
-def _vocabulary(options: dict[str, Any]) -> tuple[int, frozenset[int]]:
-    source = resolve(options["model"])
-    return ModelSpec.from_hf(source.config()).vocab_size, source.tokenizer().special_ids
+# ---- cases
 
 
 Result = EngineResult | PeerResult
 
 
-def run_case(case: Case, peers: dict[str, str | None], threads: int, console: Console) -> list[Result]:
-    """Run every engine and every peer ({name: its interpreter}) of a case, print the table, return the results."""
+def run_case(case: Case, peers: dict[str, PeerHome], threads: int, console: Console) -> list[Result]:
+    """Run every engine and every peer of a case, print the table, return the results."""
     results: list[Result] = []
     for name, options in case.engines.items():
         with console.status(f"{case.title}: pagefold, {name}"):
@@ -311,56 +298,84 @@ def run_case(case: Case, peers: dict[str, str | None], threads: int, console: Co
     with tempfile.TemporaryDirectory(prefix="pagefold-export-") as folder:
         if peers:
             model = next(iter(case.engines.values()))["model"]
-            with console.status(f"writing {model} for the peers"):
-                export_hf(model, folder, case.dtype)
-        for name, python in peers.items():
+            with console.status(f"preparing {model} for the peers"):
+                directory = _peer_model(case, model, folder)
+        for name, home in peers.items():
+            where: dict[str, Any] = {"device": case.device, "options": case.peer_options}
             with console.status(f"{case.title}: {name}"):
-                results.append(run_peer(name, case.workload, folder, case.dtype, threads, python))
+                results.append(run_peer(name, case.workload, directory, case.dtype, threads, home, **where))
     console.print(results_table(case, results, threads))
     for result in results:
-        if remark := _remark(result, results[0]):
+        if remark := _remark(case, result, results[0]):
             console.print(f"{label_of(result)}: {remark}", markup=False)
     return results
+
+
+def _peer_model(case: Case, model: str, folder: str) -> Path:
+    """A directory that peers can read: the model's own config where no weights are wanted, else an export."""
+    if case.peer_options.get("load_format") == "dummy" and Path(model).is_dir():
+        return Path(model)
+    return export_hf(model, folder, case.dtype)
 
 
 def label_of(result: Result) -> str:
     return f"{result.name} {result.version}".strip() if isinstance(result, PeerResult) else f"pagefold, {result.name}"
 
 
-def _remark(result: Result, ours: Result) -> str:
+def _remark(case: Case, result: Result, ours: Result) -> str:
     """Why there are no figures; or, for a peer, how many of its requests begin as ours do (rounding may differ)."""
-    if not result.ok or isinstance(result, EngineResult):
+    random = case.workload.temperature or case.peer_options.get("load_format") == "dummy"
+    if not result.ok or isinstance(result, EngineResult) or random:
         return result.note
     first = [[tuple(ids[:CHECKED_TOKENS]) for ids in side.outputs] for side in (result, ours)]
     same = sum(a == b for a, b in zip(*first, strict=False))
     return f"{same} of {len(first[0])} requests begin with the same {CHECKED_TOKENS} tokens as {label_of(ours)}"
 
 
+def _of_ours(words: Callable[[EngineResult], str]) -> Callable[[Result], str]:
+    return lambda result: words(result) if isinstance(result, EngineResult) else ""
+
+
+COLUMNS: dict[str, Callable[[Result], str]] = {
+    "tok/s": lambda r: f"{r.tok_s:.1f}",
+    "wall s": lambda r: f"{r.wall_s:.2f}",
+    "prefill s": lambda r: f"{r.prefill_s:.2f}" if r.prefill_s else "",
+    "decode tok/s": lambda r: f"{r.decode_tok_s:.1f}" if r.decode_tok_s else "",
+    "TTFT s": _of_ours(lambda r: f"{r.ttft_s:.2f}"),
+    "TPOT ms": _of_ours(lambda r: f"{1e3 * r.tpot_s:.1f}"),
+    "init s": lambda r: f"{r.init_s:.1f}" if r.init_s else "",
+    "peak RSS MB": lambda r: f"{r.peak_rss_bytes / 1e6:.0f}",
+    "peak GPU GB": lambda r: f"{r.peak_device_bytes / 1e9:.2f}" if r.peak_device_bytes else "",
+    "running": _of_ours(lambda r: f"{r.peak_running}"),
+    "preempted": lambda r: "" if r.preemptions is None else f"{r.preemptions}",
+    "pages at most": _of_ours(lambda r: f"{r.peak_pages} of {r.num_pages}"),
+    "KV GB, for rows": _of_ours(
+        lambda r: f"{r.kv_bytes / 1e9:.2f} ({r.kv_row_bytes / r.kv_bytes:.1%})" if r.kv_bytes else ""
+    ),
+    "rows kept/seen": _of_ours(lambda r: f"{r.rows_kept:.0f}/{r.rows_seen} ({r.rows_kept / r.rows_seen:.0%})"),
+}
+
+
 def results_table(case: Case, results: list[Result], threads: int) -> Table:
-    """One row per engine. Ratios are to each peer; there is none if either side failed its check."""
+    """One row per engine, columns that have something to say. Ratios are to each peer; there is none if either side
+    failed its check."""
     lens = [{len(p) for p in case.workload.prompts}, set(case.workload.output_lens)]
     shape = [f"{min(s)}" if len(s) == 1 else f"{min(s)} to {max(s)}" for s in lens]
     title = f"{case.title}: {len(case.workload.prompts)} requests, {shape[0]} tokens in, {shape[1]} out"
-    table = Table(title=f"{title} ({case.dtype}, {threads} threads)", title_justify="left")
-    peers = [result for result in results if isinstance(result, PeerResult)]
-    columns = ["engine", "tok/s", "wall s", "TTFT s", "TPOT ms", "peak RSS MB", "running", "preempted", "pages at most"]
-    for column in [*columns, "rows kept/seen", *(f"x {peer.name}" for peer in peers)]:
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for result in results:
-        if not result.ok:
-            table.add_row(label_of(result), "failed")
-            continue
-        cells = [f"{result.tok_s:.1f}", f"{result.wall_s:.2f}"]
-        memory = f"{result.peak_rss_bytes / 1e6:.0f}"
-        if isinstance(result, EngineResult):
-            cells += [f"{result.ttft_s:.2f}", f"{1e3 * result.tpot_s:.1f}", memory, f"{result.peak_running}"]
-            cells += [f"{result.preemptions}", f"{result.peak_pages} of {result.num_pages}"]
-            share = result.rows_kept / result.rows_seen
-            cells += [f"{result.rows_kept:.0f}/{result.rows_seen} ({share:.0%})"]
-        else:
-            cells += ["", "", memory, "", "", "", ""]
-        ratios = [f"{result.tok_s / peer.tok_s:.2f}" if peer.ok else "" for peer in peers]
-        table.add_row(label_of(result), *cells, *ratios)
+    place = case.device if case.device == "cuda" else f"{threads} threads"
+    table = Table(title=f"{title} ({case.dtype}, {place})", title_justify="left")
+    cells = {name: [cell(result) if result.ok else "" for result in results] for name, cell in COLUMNS.items()}
+    cells = {"engine": [label_of(result) for result in results]} | {k: v for k, v in cells.items() if any(v)}
+    for peer in results:
+        if isinstance(peer, PeerResult):
+            cells[f"x {peer.name}"] = [f"{r.tok_s / peer.tok_s:.2f}" if r.ok and peer.ok else "" for r in results]
+    failed = ["failed" if not result.ok else "" for result in results]
+    if any(failed):
+        cells["check"] = failed
+    for name in cells:
+        table.add_column(name, justify="left" if name == "engine" else "right")
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*row)
     return table
 
 
@@ -372,7 +387,9 @@ def report(case: Case, results: list[Result], threads: int) -> dict[str, Any]:
         "dtype": case.dtype,
         "threads": threads,
         "machine": {"processor": _processor(), "python": platform.python_version(), "torch": torch.__version__},
-        "workload": shape,
+        "device": case.device,
+        "workload": shape | {"temperature": case.workload.temperature},
+        "peer_options": case.peer_options,
         "pagefold": [
             asdict(dataclasses.replace(r, outputs=())) | {"options": case.engines[r.name]}
             for r in results
@@ -389,7 +406,7 @@ def _processor() -> str:
 
 
 def run_throughput(
-    cases: list[Case], peers: dict[str, str | None], threads: int | None = None, json_file: str | None = None
+    cases: list[Case], peers: dict[str, PeerHome], threads: int | None = None, json_file: str | None = None
 ) -> bool:
     """Run all cases and print their tables; True if every engine of ours passed its check."""
     console = Console()

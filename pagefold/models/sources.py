@@ -51,6 +51,9 @@ class ModelSource(Protocol):
         """(Hugging Face name, tensor), one at a time; `dtype` is a wish that spares a copy, not a promise."""
         ...
 
+    @property
+    def has_tokenizer(self) -> bool: ...
+
     def tokenizer(self) -> Tokenizer: ...
 
     def generation_config(self) -> dict[str, Any]:
@@ -72,7 +75,12 @@ class HFDirectory:
     def tensors(self, dtype: torch.dtype | None = None) -> Iterable[tuple[str, Tensor]]:
         from pagefold.models.weights import safetensors_tensors
 
+        _check_weights(self.path)
         return safetensors_tensors(self.path)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)
@@ -103,6 +111,10 @@ class GGUFModel:
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return gguf_tokenizer(self._file.metadata)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return True
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -166,6 +178,9 @@ def _check_directory(path: Path) -> None:
     if not (path / "config.json").exists():
         hint = next((f"; pass one of its GGUF files by path, such as {p.name}" for p in path.glob("*.gguf")), "")
         raise InputError("model", f"{path}: no config.json in it{hint}")
+
+
+def _check_weights(path: Path) -> None:
     if not any(path.glob("*.safetensors")):
         pickles = sorted(p.name for p in path.glob("*.bin"))
         if pickles:

@@ -1,18 +1,32 @@
 """Benchmarks do the work they claim, measure it, and refuse to compare what failed its check."""
 
 import dataclasses
+import hashlib
 import json
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from pagefold.bench import throughput
+from pagefold.bench import gaps, throughput
 from pagefold.bench.charts import timeline_chart
 from pagefold.bench.export import export_hf
-from pagefold.bench.peers import PeerResult, Workload
-from pagefold.bench.workloads import dataset_workload, random_workload, read_requests
+from pagefold.bench.peers import PeerHome, PeerResult, Workload
+from pagefold.bench.workloads import (
+    Case,
+    dataset_workload,
+    named_case,
+    named_workload,
+    random_case,
+    random_workload,
+    read_requests,
+    suite_cases,
+)
+from pagefold.cli import main
+from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
+from pagefold.engine.build import load_model
 from pagefold.models.sources import resolve
 from pagefold.models.spec import ModelSpec
 from tests.engine.tiny import tiny_tokenizer
@@ -27,6 +41,15 @@ def model_dir(tmp_path_factory) -> str:
 @pytest.fixture
 def options(model_dir) -> dict:
     return {"model": model_dir, "dtype": "float32", "page_size": 16, "num_pages": 64, "kv_swap_bytes": 0}
+
+
+@pytest.fixture
+def kernels():
+    """Benchmarks of kernels that only a device runs."""
+    pytest.importorskip("triton", reason="needs the package triton")
+    from pagefold.bench import kernels
+
+    return kernels
 
 
 # ---- workloads
@@ -66,6 +89,73 @@ def test_a_damaged_line_is_an_error_of_its_own(tmp_path):
         dataset_workload(path, tiny_tokenizer(), 1)
 
 
+@pytest.mark.parametrize(
+    ("work", "tokens", "digest"),
+    [
+        (named_workload("nano"), 133_966, "199c6f016a1bff73"),
+        (named_workload("nano", 16), 7_496, "b38af50efb4ae61a"),
+        (named_workload("reason"), 498_377, "dc92615d5bf4db09"),
+        (named_workload("long"), 2_048, "948261930a8e82a4"),
+    ],
+    ids=["nano", "nano 16", "reason", "long"],
+)
+def test_named_work_is_what_published_figures_were_taken_on(work, tokens, digest):
+    assert sum(work.output_lens) == tokens and work.temperature == 0.6
+    text = json.dumps([work.prompts, work.output_lens])
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
+
+
+@pytest.fixture
+def with_cuda(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+
+def test_a_named_case_gives_both_sides_the_same_memory(with_cuda, model_dir):
+    case = named_case("reason", {"model": model_dir, "max_model_len": 6144}, num_requests=3)
+    shared = {"load_format": "dummy", "enable_prefix_caching": False, "kv_cache_memory_bytes": 16 << 30}
+    shared |= {"max_model_len": 6144, "max_num_seqs": 256}
+    assert case.peer_options == shared and (case.device, case.dtype) == ("cuda", "bfloat16")
+    ours = {"model": model_dir, "dtype": "bfloat16", "max_num_batched_tokens": 8192}
+    assert case.engines == {"full": shared | ours}
+    assert not case.workload.prefill_apart and len(case.workload.prompts) == 3
+
+    case = named_case("long", {"model": model_dir, "max_num_batched_tokens": 4096}, users=40, temperature=0.0)
+    assert case.peer_options["max_num_batched_tokens"] == 4096 and case.peer_options["max_num_seqs"] == 40
+    assert case.workload.prefill_apart and case.workload.temperature == 0 and len(case.workload.prompts) == 40
+
+
+def test_a_case_on_a_cpu_fixes_the_precision_and_leaves_peers_their_settings(model_dir):
+    case = random_case({"model": model_dir, "backend": "cpu", "max_num_seqs": 3}, 2, 5, 6, temperature=0.5)
+    assert case.dtype in ("bfloat16", "float32") and case.engines["full"]["dtype"] == case.dtype
+    assert (case.device, case.peer_options, case.workload.temperature) == ("cpu", {}, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["throughput", "--workload", "nano"], ["workload", "CUDA device", "--backend cpu"]),
+        (["gaps"], ["backend", "CUDA device"]),
+        (["throughput", "--users", "3"], ["users", "long"]),
+        (["throughput", "--workload", "long", "--num-requests", "3"], ["num_requests", "--users"]),
+        (["throughput", "--workload", "nano", "--num-requests", "0", "--backend", "cpu"], ["num_requests", "got 0"]),
+        (["throughput", "--workload", "nano", "--suite", "cpu"], ["--suite", "not allowed with", "--workload"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(argv, words, model_dir, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", argv[0], model_dir, *argv[1:]]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words)
+
+
+def test_kernels_without_a_device_say_so(kernels, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["kernels"])
+    with pytest.raises(SystemExit, match="CUDA device"):
+        kernels.main()
+
+
 # ---- throughput
 
 
@@ -79,6 +169,47 @@ def test_full_cache_is_measured_and_checked(options):
     assert result.peak_running == 3 and result.preemptions == 0
     assert result.peak_pages == 3 * 4 and result.num_pages == 64
     assert result.peak_rss_bytes > 1e8
+
+
+def test_prefill_is_told_from_decode(options):
+    work = dataclasses.replace(random_workload(3, 40, 20, 256), prefill_apart=True, temperature=0.6)
+    result = throughput.measure("full", options | {"enable_prefix_caching": False}, work)
+    assert result.ok and 0 < result.prefill_s < result.wall_s
+    assert result.decode_tok_s == pytest.approx(57 / (result.wall_s - result.prefill_s))
+
+
+def test_kv_memory_is_accounted_for(options):
+    """State of scorers and padding's page take their part of what was asked for."""
+    del options["num_pages"]
+    work, options = random_workload(1, 20, 4, 256), options | {"kv_cache_memory_bytes": 1 << 20}
+    full = throughput.measure("full", options, work)
+    assert full.kv_bytes == 1 << 20
+    assert (
+        full.kv_row_bytes == full.num_pages * 16 * 2 * 2 * 2 * 16 * 4
+    )  # rows, layers, heads, K and V, channels, bytes
+    assert 0.9 < full.kv_row_bytes / full.kv_bytes < 1
+
+
+def test_a_case_without_weights_hands_its_config_to_peers(options, tmp_path, monkeypatch):
+    """Nothing is exported, and tokens of random weights are not compared."""
+    peer, given = PeerResult("vllm", tok_s=10.0, wall_s=3.0, version="1", decode_tok_s=4.0, preemptions=2), []
+
+    def run_peer(*args, **keywords):
+        given.append((args, keywords))
+        return peer
+
+    monkeypatch.setattr(throughput, "run_peer", run_peer)
+    case = Case("t", Workload([[1, 2]], [4]), "float32", {"full": options}, "cuda", {"load_format": "dummy"})
+    path = tmp_path / "report.json"
+    assert throughput.run_throughput([case], {"vllm": PeerHome(path="x")}, 1, str(path))
+    ((args, keywords),) = given
+    assert [str(arg) for arg in args[2:4]] == [options["model"], "float32"] and args[5] == PeerHome(path="x")
+    assert keywords == {"device": "cuda", "options": {"load_format": "dummy"}}
+    (report,) = json.loads(path.read_text())
+    assert report["peers"][0]["preemptions"] == 2 and report["pagefold"][0]["kv_row_bytes"] > 0
+    table = throughput.results_table(case, [throughput.EngineResult("full", rows_seen=1), peer], 1)
+    headers = [column.header for column in table.columns]
+    assert "decode tok/s" in headers and "prefill s" not in headers and headers[-1] == "x vllm"
 
 
 def test_folding_keeps_few_rows_and_a_small_pool_preempts(options):
@@ -119,7 +250,7 @@ def test_an_engine_that_cannot_run_is_a_note(options):
 
 @pytest.mark.parametrize("failed", ["engine", "peer", "nobody"])
 def test_no_ratio_without_a_sound_result_on_both_sides(failed):
-    case = throughput.Case("t", Workload([[1, 2]], [4]), "float32", {"full": {}})
+    case = Case("t", Workload([[1, 2]], [4]), "float32", {"full": {}})
     ours = throughput.EngineResult("full", tok_s=30.0, wall_s=1.0, rows_kept=1, rows_seen=1)
     peer = PeerResult("transformers", tok_s=10.0, wall_s=3.0)
     if failed == "engine":
@@ -127,17 +258,116 @@ def test_no_ratio_without_a_sound_result_on_both_sides(failed):
     if failed == "peer":
         peer = dataclasses.replace(peer, note="no interpreter")
     table = throughput.results_table(case, [ours, peer], 1)
-    assert (list(table.columns[-1].cells)[0] == "3.00") == (failed == "nobody")
+    ratios = next(column for column in table.columns if column.header == "x transformers")
+    assert (list(ratios.cells)[0] == "3.00") == (failed == "nobody")
+    assert any(column.header == "check" for column in table.columns) == (failed != "nobody")
 
 
 def test_the_suite_is_w1_and_w2_full_and_w2_folded_in_two_precisions(options):
-    cases = throughput.suite_cases({"model": options["model"]})
+    cases = suite_cases({"model": options["model"]})
     shapes = [(c.title, c.dtype, list(c.engines), len(c.workload.prompts), c.workload.max_len) for c in cases]
     assert shapes == [
         (name, dtype, engines, num, longest)
         for dtype in ("bfloat16", "float32")
         for name, engines, num, longest in (("W1", ["full"], 16, 256), ("W2", ["full", "zipage 256"], 8, 1536))
     ]
+
+
+# ---- gaps and kernels
+
+
+def spans_of(*times: tuple[float, float, str]) -> list[gaps.Span]:
+    return [gaps.Span(*time) for time in times]
+
+
+def test_idle_time_is_what_no_stream_fills():
+    seen = gaps.timeline(
+        spans_of((0, 10, "a"), (4, 30, "copy"), (12, 20, "b"), (35, 40, "a"), (40, 44, "b"), (50, 60, "a")), steps=2
+    )
+    assert seen.busy_us == (30 + 5 + 4 + 10) / 2 and seen.idle_us == (5 + 6) / 2
+    assert seen.busy_us + seen.idle_us == 60 / 2 and seen.launches == 3
+    assert [(gap.after, gap.before, gap.us, gap.longest_us) for gap in seen.gaps] == [
+        ("b", "a", 3.0, 6),
+        ("copy", "a", 2.5, 5),
+    ]
+    assert [(kernel.name, kernel.us, kernel.count) for kernel in seen.kernels] == [
+        ("copy", 13.0, 0.5),
+        ("a", 12.5, 1.5),
+        ("b", 6.0, 1.0),
+    ]
+
+
+def test_a_trace_gives_what_ran_on_the_device():
+    event = {"ph": "X", "cat": "kernel", "ts": "7.5", "dur": 2, "name": "k"}
+    others = [event | {"cat": "cuda_runtime"}, {"ph": "f", "cat": "kernel"}, {"ph": "M", "name": "process_name"}]
+    copy = event | {"cat": "gpu_memcpy", "ts": 1.25, "name": "Memcpy DtoH"}
+    assert gaps.device_spans({"traceEvents": [event, *others, copy]}) == spans_of(
+        (1.25, 3.25, "Memcpy DtoH"), (7.5, 9.5, "k")
+    )
+    with pytest.raises(ValueError, match="no kernel"):
+        gaps.timeline([], 1)
+
+
+def test_steady_steps_give_one_token_a_request(options):
+    options |= {"backend": "cpu"}
+    loaded = load_model(EngineConfig.from_options(**options))
+    found = gaps.measure_gaps(loaded, options, 5, input_len=20, steps=6, floor_s=1e-6, traced=False)
+    assert found.steps.tokens == 5 and found.tok_s == pytest.approx(5 / found.steps.period_s)
+    assert 0 < found.steps.host_s <= found.steps.period_s and found.steps.median_step_s > 0
+    assert found.floor_share == pytest.approx(1e-6 / found.steps.period_s)
+    with pytest.raises(InputError, match="num_requests: got 50, the engine does not run as many"):
+        gaps.measure_gaps(loaded, options, 50, input_len=20, steps=2, traced=False)
+
+
+def test_gaps_on_a_cpu_that_is_asked_for_are_timed_without_a_trace(options, tmp_path, capsys):
+    path = tmp_path / "gaps.json"
+    gaps.run_gaps(options | {"backend": "cpu"}, [2, 1], 8, 2, 0.6, str(path))
+    runs = json.loads(path.read_text())["runs"]
+    assert [(run["num_requests"], run["timeline"]) for run in runs] == [(2, None), (1, None)]
+    assert "A decode step" in capsys.readouterr().out
+
+
+def test_traced_runs_are_shown():
+    seen = gaps.timeline(spans_of((0, 10, "a"), (15, 30, "b")), steps=1)
+    found = gaps.Gaps(1, 100.0, gaps.Steps(5e-5, 4e-5, 1e-5, 1.0), 0.5, seen)
+    cells = {column.header: list(column.cells)[0] for column in gaps.steps_table([found]).columns}
+    assert cells["GPU busy"] == "25" and cells["idle"] == "25 (50%)" and cells["floor"] == "50%"
+    assert list(gaps.gaps_table(found).columns[0].cells) == ["5.0"]
+    assert list(gaps.kernels_table(found).columns[1].cells) == ["60.0%", "40.0%"]
+
+
+def test_a_step_reads_all_weights_once(model_dir):
+    spec = ModelSpec.from_hf(resolve(model_dir).config())
+    tensors = dict(resolve(model_dir).tensors())
+    assert gaps.weight_bytes(spec, 2) == 2 * sum(t.numel() for t in tensors.values())  # the head is the embedding
+
+
+def test_kernel_tables_take_the_best_of_each_shape(kernels):
+    size = {"batch": 64, "length": 1024}
+    rows = [
+        {"what": "decode", "format": "bf16", "page": 64, "us": 90.0, "tb_s": 3.0, "share": 0.75} | size,
+        {"what": "decode", "format": "bf16", "page": 64, "us": 80.0, "tb_s": 3.4, "share": 0.85} | size,
+        {"what": "decode", "format": "bf16", "page": 16, "us": 70.0, "tb_s": 3.9, "share": 0.95} | size,
+        {"what": "decode", "format": "int4", "page": 64, "failed": "no"} | size,
+        {"what": "decode fa3", "page": 16, "us": 120.0, "tb_s": 2.2, "share": 0.55} | size,
+        {"what": "prefill fa3", "q_len": 8192, "length": 8192, "us": 1.0, "tflop_s": 612.0},
+        {"what": "prefill cudnn", "format": "int4", "q_len": 8192, "length": 8192, "tflop_s": 600.0, "decode_us": 90.0},
+    ]
+    decode, prefill = kernels.markdown(rows, ["bf16", "int4"]).split("\n\n")
+    assert "| 64 x 1024 | 120 us, 2.20 (55%) | - | 80 us, 3.40 (85%) | - |" in decode.splitlines()
+    assert "| 8192 of 8192 | 612 | - | - | 600 (+ 0.09 ms) | - |" in prefill.splitlines()
+    assert all(len({line.count("|") for line in table.splitlines()}) == 1 for table in (decode, prefill))
+
+
+def test_flash_attention_rows_have_their_share_or_a_reason(kernels, monkeypatch, capsys):
+    answer = {"rows": [{"what": "decode", "batch": 1, "length": 1000, "page": 16, "layers": 2, "us": 4.096}]}
+    monkeypatch.setattr(kernels, "run_flash_attention_3", lambda shapes, heads, home: answer)
+    report = kernels.Report(4e12)
+    kernels.flash_attention_3(report, PeerHome())
+    assert report.rows[0]["tb_s"] == pytest.approx(1.0) and report.rows[0]["share"] == pytest.approx(0.25)
+    monkeypatch.setattr(kernels, "run_flash_attention_3", lambda *_: {"note": "vllm is not there"})
+    kernels.flash_attention_3(report, PeerHome())
+    assert "vllm is not there" in report.rows[1]["failed"] and "vllm is not there" in capsys.readouterr().out
 
 
 # ---- export and charts

@@ -61,10 +61,10 @@ def test_a_directory_without_safetensors_is_refused_by_what_it_lacks(tmp_path):
     (path / "config.json").write_text("{}")
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"pytorch_model\.bin is a pickle, only safetensors"):
-        resolve(str(path))
+        resolve(str(path)).tensors()
     (path / "pytorch_model.bin").unlink()
     with pytest.raises(InputError, match=r"no \*\.safetensors in it"):
-        resolve(str(path))
+        resolve(str(path)).tensors()
 
 
 def test_a_config_that_is_not_json_names_the_file(tmp_path):

@@ -1,5 +1,6 @@
 """Peers do the asked work, and one that is missing or broken says so instead of failing the benchmark."""
 
+import json
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pagefold.bench import peers
-from pagefold.bench.peers import Workload, run_peer
+from pagefold.bench.peers import PeerHome, Workload, run_flash_attention_3, run_peer
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 WORK = Workload(prompts=[[5, 6, 7, 8, 9], [11, 12], [3]], output_lens=[4, 6, 2])
@@ -51,14 +52,15 @@ def test_a_peer_that_is_not_installed_is_a_note(tmp_path):
     """A bare virtual environment has neither peer."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     for name in peers.PEERS:
-        result = run_peer(name, WORK, tmp_path, python=tmp_path / "bare" / "bin" / "python")
+        result = run_peer(name, WORK, tmp_path, home=PeerHome(tmp_path / "bare" / "bin" / "python"))
         assert not result.ok
         assert result.note.startswith(f"{name} cannot be imported by")
         assert result.tok_s == result.output_tokens == 0
 
 
 def test_a_missing_interpreter_is_a_note(tmp_path):
-    assert "no interpreter at" in run_peer("vllm", WORK, tmp_path, python=tmp_path / "python").note
+    assert "no interpreter at" in run_peer("vllm", WORK, tmp_path, home=PeerHome(tmp_path / "python")).note
+    assert "no folder" in run_peer("vllm", WORK, tmp_path, home=PeerHome(path=tmp_path / "gone")).note
 
 
 @needs_transformers
@@ -66,6 +68,94 @@ def test_a_peer_that_crashes_leaves_its_last_words(tmp_path):
     note = run_peer("transformers", WORK, tmp_path / "no-such-model", dtype="float32").note
     assert note.startswith("exit code 1: ")
     assert "no-such-model" in note
+
+
+FAKE_VLLM = """
+import json, os, sys, time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import SimpleNamespace as Space
+
+__version__ = "0.0.fake"
+
+@dataclass
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0
+    ignore_eos: bool = False
+    detokenize: bool = True
+
+class LLM:
+    def __init__(self, **options):
+        if options["max_num_seqs"] == 13:
+            raise RuntimeError("no device memory left")
+        self.seen = {"options": options, "calls": [], "pagefold": find_spec("pagefold") is not None}
+        self.seen["environment"] = {k: v for k, v in os.environ.items() if k.startswith(("VLLM", "PYTHONPATH"))}
+        scheduler = Space(_preempt_request=lambda request: None)
+        self.llm_engine = Space(engine_core=Space(engine_core=Space(scheduler=scheduler)))
+
+    def generate(self, prompts, params, use_tqdm):
+        self.seen["calls"].append([[len(p["prompt_token_ids"]), s.max_tokens] for p, s in zip(prompts, params)])
+        self.seen["sampling"] = vars(params[0])
+        self.llm_engine.engine_core.engine_core.scheduler._preempt_request("a request")
+        time.sleep(0.01 * max(s.max_tokens for s in params))
+        with open(os.path.join(self.seen["options"]["model"], "seen.json"), "w") as file:
+            json.dump(self.seen, file)
+        return [Space(outputs=[Space(token_ids=[7] * s.max_tokens)]) for s in params]
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path) -> PeerHome:
+    """A folder of packages with a vllm that records what it was asked."""
+    package = tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FAKE_VLLM)
+    return PeerHome(path=package.parent)
+
+
+def test_a_peer_on_a_gpu_gets_its_own_packages_and_the_shared_options(fake_vllm, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    options = {"load_format": "dummy", "max_model_len": 8192, "max_num_seqs": 256, "kv_cache_memory_bytes": 1 << 34}
+    work = Workload([[1] * 9000, [2, 3]], [8, 8], temperature=0.6)
+    result = run_peer("vllm", work, tmp_path, "bfloat16", home=fake_vllm, device="cuda", options=options)
+    assert result.ok and result.version == "0.0.fake" and result.preemptions == 1
+    assert result.output_tokens == 16 and result.wall_s >= 0.08 and result.prefill_s == result.decode_tok_s == 0
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert not seen["pagefold"]
+    fixed = {"model": str(tmp_path), "dtype": "bfloat16", "skip_tokenizer_init": True, "disable_log_stats": True}
+    assert seen["options"] == options | fixed | {"enable_prefix_caching": False}
+    assert seen["sampling"] == {"max_tokens": 8, "temperature": 0.6, "ignore_eos": True, "detokenize": False}
+    assert seen["calls"] == [[[8192, 4], [2, 4]], [[9000, 8], [2, 8]]]
+    assert seen["environment"]["PYTHONPATH"] == str(fake_vllm.path)
+    assert seen["environment"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in seen["environment"]
+
+
+def test_prefill_and_all_are_timed_in_one_process(fake_vllm, tmp_path):
+    work = Workload([[1] * 5, [2, 3]], [30, 20], prefill_apart=True)
+    result = run_peer("vllm", work, tmp_path, home=fake_vllm, device="cuda")
+    calls = json.loads((tmp_path / "seen.json").read_text())["calls"]
+    assert calls[1:] == [[[5, 1], [2, 1]], [[5, 30], [2, 20]]]
+    assert 0.01 <= result.prefill_s < result.wall_s
+    assert result.decode_tok_s == pytest.approx(48 / (result.wall_s - result.prefill_s))
+    assert result.tok_s == pytest.approx(50 / result.wall_s)
+
+
+def test_a_peer_that_fails_on_its_device_is_a_note(fake_vllm, tmp_path):
+    result = run_peer("vllm", WORK, tmp_path, home=fake_vllm, device="cuda", options={"max_num_seqs": 13})
+    assert not result.ok and "no device memory left" in result.note
+
+
+def test_flash_attention_that_is_missing_or_fails_says_so(fake_vllm):
+    shapes = [{"what": "decode", "batch": 1, "length": 32, "page": 16, "layers": 1}]
+    missing = run_flash_attention_3(shapes, (4, 2, 16), fake_vllm)
+    assert missing["note"].startswith("vllm.vllm_flash_attn cannot be imported by")
+    assert fake_vllm.path
+    (Path(fake_vllm.path) / "vllm" / "vllm_flash_attn.py").write_text("def flash_attn_varlen_func(): raise ValueError")
+    answer = run_flash_attention_3(shapes, (4, 2, 16), fake_vllm)
+    assert answer["version"] == "0.0.fake"
+    assert answer["rows"][0].keys() == shapes[0].keys() | {"failed"}
 
 
 def test_a_peer_that_hangs_is_ended_with_all_its_children(tmp_path):
@@ -93,6 +183,11 @@ def test_peak_memory_counts_the_processes_a_peer_keeps():
     process.communicate(b"\n")
     assert peak > 64 << 20
     assert peers._peak_rss_bytes(process.pid) == 0
+
+
+def test_no_decode_rate_without_a_prefill_time():
+    assert WORK.decode_rate(5.0, 2.0) == 3.0
+    assert WORK.decode_rate(5.0, 0.0) == WORK.decode_rate(2.0, 2.0) == 0.0
 
 
 @pytest.mark.parametrize(("prompts", "lengths"), [([], []), ([[1]], [1, 2]), ([[]], [1]), ([[1]], [0])])
