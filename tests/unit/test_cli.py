@@ -34,7 +34,7 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize("leaf", [leaf for leaf in EngineConfig.leaves() if leaf.name != "model"], ids=lambda f: f.name)
 def test_every_engine_option_is_a_flag(verb, leaf):
     flag = f"--{leaf.name.replace('_', '-')}"
-    if leaf.type is bool:
+    if leaf.type in (bool, bool | None):
         assert engine_options(parse(*verb, f"--no-{flag[2:]}"))[leaf.name] is False
         value = True
         given = [flag]
