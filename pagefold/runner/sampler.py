@@ -68,7 +68,7 @@ class Sampler:
         plain: list[int] = []
         groups: dict[_Picker, list[int]] = {}
         for row, sound in enumerate(logits.amax(-1).isfinite().tolist()):
-            if sound and is_greedy(specs[row]) and not _has_edits(specs[row]):
+            if sound and is_greedy(specs[row]) and not has_edits(specs[row], len(specs[row].output)):
                 plain.append(row)
             elif sound:
                 groups.setdefault(self._picker(specs[row]), []).append(row)
@@ -103,7 +103,7 @@ class Sampler:
         chosen = [specs[row] for row in rows]
         x = _at_least_float32(_take(logits, rows))
         for i, spec in enumerate(chosen):
-            if _has_edits(spec):
+            if has_edits(spec, len(spec.output)):
                 x[i] = _edit(x[i], spec)
         sound = x.amax(-1).isfinite().tolist()
         return [token if ok else None for token, ok in zip(pick(x, chosen).tolist(), sound, strict=True)]
@@ -187,19 +187,16 @@ def is_greedy(spec: SampleSpec) -> bool:
     return spec.params.greedy or spec.params.top_k == 1
 
 
-def _is_early(spec: SampleSpec) -> bool:
-    return len(spec.output) < spec.params.min_tokens
-
-
-def _has_edits(spec: SampleSpec) -> bool:
+def has_edits(spec: SampleSpec, num_output: int) -> bool:
+    """Whether the logits of a sequence with so many generated tokens are changed before anything is picked."""
     p = spec.params
     return bool(
         p.allowed_token_ids is not None
-        or (spec.stop_ids and _is_early(spec))
+        or (spec.stop_ids and num_output < p.min_tokens)
         or p.logit_bias
         or spec.bad_ids
         or p.repetition_penalty != 1
-        or (spec.output and (p.frequency_penalty != 0 or p.presence_penalty != 0))
+        or (num_output and (p.frequency_penalty != 0 or p.presence_penalty != 0))
     )
 
 
@@ -209,8 +206,8 @@ def _edit(x: Tensor, spec: SampleSpec) -> Tensor:
     if p.allowed_token_ids is not None:
         allowed = _index(p.allowed_token_ids, x)
         x = torch.full_like(x, -math.inf).index_copy_(0, allowed, x[allowed])
-    early = spec.stop_ids if _is_early(spec) else frozenset()
-    bad = [word[-1] for word in spec.bad_ids if _would_end(word, spec.output)]
+    early = spec.stop_ids if len(spec.output) < p.min_tokens else frozenset()
+    bad = [word[-1] for word in spec.bad_ids if would_end(word, spec.output)]
     if early or bad:
         x = _forbid(x, early, bad)
     if p.logit_bias:
@@ -227,7 +224,7 @@ def _edit(x: Tensor, spec: SampleSpec) -> Tensor:
     return x
 
 
-def _would_end(word: tuple[int, ...], output: list[int]) -> bool:
+def would_end(word: tuple[int, ...], output: list[int]) -> bool:
     """Whether the output ends with all of `word` but its last id."""
     prefix = word[:-1]
     return not prefix or tuple(output[-len(prefix) :]) == prefix
@@ -244,8 +241,13 @@ def _forbid(x: Tensor, early: Collection[int], bad: Collection[int]) -> Tensor:
 
 def _index(ids: Collection[int], x: Tensor) -> Tensor:
     """The ids that x[V] has a logit for, in their order."""
+    return torch.from_numpy(known_ids(ids, len(x))).to(x.device)
+
+
+def known_ids(ids: Collection[int], vocab_size: int) -> np.ndarray:
+    """The ids that there are, in their order: int64[*]."""
     index = np.fromiter(ids, np.int64, len(ids))
-    return torch.from_numpy(index[(index >= 0) & (index < len(x))]).to(x.device)
+    return index[(index >= 0) & (index < vocab_size)]
 
 
 def _pick_best(x: Tensor, specs: list[SampleSpec]) -> Tensor:

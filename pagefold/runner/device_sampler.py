@@ -1,0 +1,320 @@
+"""The sampler of `runner/sampler.py` on an accelerator: the host waits for nothing until it asks for a result.
+
+Whatever a step's specs say goes up in one copy, and ids and log-probabilities come back in another, which is waited for
+when the result is asked for. Rows without edits are drawn from as they are, in two kernels; rows with edits are copied
+to float32, all of them edited together, and drawn from in the same two kernels.
+
+A step may be planned while the one before it is still running. A spec then lacks its newest token, which the device
+knows: penalties and bad words take it from there.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagefold.backends.triton.sampling import draw, pack_rules
+from pagefold.core.types import SampleSpec, TokenLogprobs
+from pagefold.runner.sampler import (
+    has_edits,
+    is_greedy,
+    known_ids,
+    logprob_entries,
+    race_key,
+    race_salts,
+    ranked,
+    would_end,
+)
+from pagefold.runner.upload import upload
+
+T = TypeVar("T", np.ndarray, Tensor)
+BLOCK = 1024  # ids that kernels look at together: the fewer, the more of a row its cuts can skip
+_LOG2_E = math.log2(math.e)
+_RANKED_AT_ONCE = 64  # rows whose log-probabilities are taken together
+_PROMPTS_KEPT = 1024  # prompts whose distinct ids are kept for the next step
+
+
+class _Readback:
+    """int64 tensors on their way to the host, in one copy."""
+
+    def __init__(self, *parts: Tensor):
+        self._shapes = [part.shape for part in parts]
+        packed = torch.cat([part.reshape(-1) for part in parts])
+        self._host, self._event = packed, None
+        if packed.device.type == "cuda":
+            self._host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        parts = self._host.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes)]
+
+
+class Draw:
+    """Tokens that may still be being drawn.
+
+    ids   int64[N] on the device, -1 where a row has no distribution
+    """
+
+    def __init__(self, ids: Tensor, ranks: list[Tensor], asked: list[int], counts: list[int]):
+        """`ranks` of the rows `asked`, and how many alternatives each of them wants."""
+        self.ids = ids
+        self._asked, self._counts = asked, counts
+        self._readback = _Readback(ids, *ranks)
+
+    def result(self) -> tuple[list[int | None], list[TokenLogprobs | None]]:
+        """Wait for the ids (None: the row has no distribution) and the log-probabilities of the rows that asked."""
+        host_ids, *ranks = self._readback.wait()
+        ids = [None if token < 0 else token for token in host_ids.tolist()]
+        logprobs: list[TokenLogprobs | None] = [None] * len(ids)
+        if self._asked:
+            for row, entry in zip(self._asked, _entries(ranks, self._counts), strict=True):
+                logprobs[row] = entry if ids[row] is not None else None
+        return ids, logprobs
+
+
+class PromptRanks:
+    """Log-probabilities of prompt tokens that may still be being computed."""
+
+    def __init__(self, ranks: list[Tensor], counts: list[int]):
+        self._readback, self._counts = _Readback(*ranks), counts
+
+    def result(self) -> list[TokenLogprobs]:
+        return _entries(self._readback.wait(), self._counts)
+
+
+class _Edits(NamedTuple, Generic[T]):
+    """What is done to the rows that have edits, E of them, of V logits each: int64 arrays, and tensors after `upload`.
+    Columns marked * hold float64 numbers, by their bits.
+
+    A place is row * V + id. Row E is nobody's, and takes what is to be written nowhere.
+
+        rows        [E + 1]     where they are among the logits
+        waits       [E + 1]     1 where the newest token is known to the device only
+        repetition, frequency, presence    * [E + 1]
+        narrow                  rows with allowed_token_ids
+        allowed                 places of those ids
+        early, bad              places that min_tokens and bad_words forbid
+        bad_after               the newest token after which a bad one is forbidden; -1: any
+        biased, bias *          places, each once
+        seen                    places of the prompt's and the output's ids, for the repetition penalty
+        counted, times          places of the output's ids, each once, for the other two, and how often they occur
+    """
+
+    rows: T
+    waits: T
+    repetition: T
+    frequency: T
+    presence: T
+    narrow: T
+    allowed: T
+    early: T
+    bad: T
+    bad_after: T
+    biased: T
+    bias: T
+    seen: T
+    counted: T
+    times: T
+
+
+class DeviceSampler:
+    """Draws one id per row of logits: the same ids as `Sampler`, up to rounding.
+
+    vocab_size   logits at and above this id are never looked at
+    device       where the logits live
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str):
+        self.vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._salts = race_salts(vocab_size).to(self._device)
+        self._unedited = torch.empty(0, vocab_size, dtype=torch.float32, device=self._device)
+        self._prompts: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}  # by identity
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, specs: Sequence[SampleSpec], last: Tensor) -> Draw:
+        """Start drawing the next id of every row.
+
+        logits   bf16, fp16 or fp32 [N, >= vocab_size], left unchanged
+        specs    one per row; the output of a spec may lack its newest token, if its position says so
+        last     int64[N] on the device, the token before the one drawn
+        """
+        if logits.dim() != 2 or len(logits) != len(specs) or logits.shape[1] < self.vocab_size:
+            raise ValueError(f"logits: got {tuple(logits.shape)}, must be [{len(specs)}, >= {self.vocab_size}]")
+        if not specs:
+            return Draw(torch.empty(0, dtype=torch.int64, device=self._device), [], [], [])
+        rows = [row for row, spec in enumerate(specs) if has_edits(spec, _num_output(spec))]
+        asked = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+        counts = [k for spec in specs if (k := spec.params.logprobs) is not None]
+        edits = self._edits(rows, specs) if rows else ()
+        rules, asked_rows, *sent = upload([self._rules(rows, specs), np.array(asked, np.int64), *edits], self._device)
+        edited = self._edit(logits, last, _Edits(*sent)) if sent else self._unedited
+        ids = draw(logits, edited, rules.view(len(specs), -1), self._salts, BLOCK)
+        ranks = self._rank(logits, asked_rows, ids[asked_rows].clamp(min=0), max(counts)) if asked else []
+        return Draw(ids, ranks, asked, counts)
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> PromptRanks:
+        """Start ranking `targets`, the tokens that follow in the prompt, in logits[n, >= vocab_size]."""
+        target, rows = upload([np.array(targets, np.int64), np.arange(len(targets))], self._device)
+        return PromptRanks(self._rank(logits, rows, target, k), [k] * len(targets))
+
+    def _rank(self, logits: Tensor, rows: Tensor, target: Tensor, most: int) -> list[Tensor]:
+        """`ranked`, of some rows of the logits; float64 log-probabilities by their bits."""
+        logits = logits[:, : self.vocab_size]
+        parts = [
+            ranked(logits.index_select(0, part).float(), of_part, most)
+            for part, of_part in zip(rows.split(_RANKED_AT_ONCE), target.split(_RANKED_AT_ONCE))
+        ]
+        ids, logprobs, ranks = (torch.cat(column) for column in zip(*parts))
+        return [ids, logprobs.double().view(torch.int64), ranks]
+
+    def _rules(self, rows: list[int], specs: Sequence[SampleSpec]) -> np.ndarray:
+        source = np.full(len(specs), -1)
+        source[rows] = np.arange(len(rows))
+        seeds = np.array([spec.seed for spec in specs], np.int64).view(np.uint64)
+        positions = np.array([spec.position for spec in specs], np.uint64)
+        columns = zip(*(_cuts(spec, self.vocab_size) for spec in specs))
+        sharpness, floor, top_k, top_p = (np.array(column) for column in columns)
+        return pack_rules(source, race_key(seeds, positions), sharpness, floor, top_k, top_p)
+
+    def _edits(self, rows: list[int], specs: Sequence[SampleSpec]) -> _Edits[np.ndarray]:
+        """Everything about the edits that the host knows."""
+        lists: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.int64)] for name in _Edits._fields[5:]}
+        lists["bias"] = [np.empty(0)]
+        add = lambda name, values: lists[name].append(np.asarray(values, lists[name][0].dtype))  # noqa: E731
+        known = lambda ids: known_ids(ids, self.vocab_size)  # noqa: E731
+        edited = [specs[row] for row in rows]
+        for row, spec in enumerate(edited):
+            p, first = spec.params, row * self.vocab_size
+            if p.allowed_token_ids is not None:
+                add("narrow", [row])
+                add("allowed", first + known(p.allowed_token_ids))
+            if _num_output(spec) < p.min_tokens:
+                add("early", first + known(spec.stop_ids))
+            for word in spec.bad_ids:
+                after = _forbidden_after(word, spec)
+                if after is not None and 0 <= word[-1] < self.vocab_size:
+                    add("bad", [first + word[-1]])
+                    add("bad_after", [after])
+            if p.logit_bias:
+                bias = {id: value for id, value in p.logit_bias.items() if 0 <= id < self.vocab_size}
+                add("biased", first + known(bias))
+                add("bias", list(bias.values()))
+            if p.repetition_penalty != 1:
+                add("seen", first + self._prompt_ids(spec.prompt))
+                add("seen", first + known(set(spec.output)))
+            if p.frequency_penalty != 0 or p.presence_penalty != 0:
+                times = {id: num for id, num in Counter(spec.output).items() if 0 <= id < self.vocab_size}
+                add("counted", first + known(times))
+                add("times", list(times.values()))
+        column = lambda name, spare: np.array([*(getattr(spec.params, name) for spec in edited), spare]).view(np.int64)  # noqa: E731
+        return _Edits(
+            rows=np.array([*rows, 0]),
+            waits=np.array([*(_num_output(spec) > len(spec.output) for spec in edited), 0], np.int64),
+            repetition=column("repetition_penalty", 1.0),
+            frequency=column("frequency_penalty", 0.0),
+            presence=column("presence_penalty", 0.0),
+            **{name: np.concatenate(arrays).view(np.int64) for name, arrays in lists.items()},
+        )
+
+    def _prompt_ids(self, prompt: tuple[int, ...]) -> np.ndarray:
+        """The distinct ids of a prompt, which step after step asks for."""
+        if id(prompt) not in self._prompts:
+            if len(self._prompts) == _PROMPTS_KEPT:
+                self._prompts.clear()
+            self._prompts[id(prompt)] = prompt, np.unique(known_ids(prompt, self.vocab_size))
+        return self._prompts[id(prompt)][1]
+
+    def _edit(self, logits: Tensor, last: Tensor, e: _Edits[Tensor]) -> Tensor:
+        """float32[E + 1, V], the rows that have edits, after them."""
+        width, nowhere = self.vocab_size, (len(e.rows) - 1) * self.vocab_size
+        x = logits[:, :width].index_select(0, e.rows).float()
+        flat = x.view(-1)
+        sound = x.amax(-1).isfinite()
+        newest = torch.where(e.waits > 0, last.index_select(0, e.rows), -1)  # -1 there, too: the row had no token
+        place = torch.arange(0, flat.numel(), width, device=x.device) + newest
+        place = torch.where(newest >= 0, place, nowhere)
+        if e.narrow.numel():
+            kept = flat.index_select(0, e.allowed)
+            x.index_fill_(0, e.narrow, -math.inf)
+            flat.index_copy_(0, e.allowed, kept)
+        if e.early.numel() or e.bad.numel():
+            follows = (e.bad_after < 0) | (e.bad_after == newest[e.bad // width])
+            _forbid(x, e.early, torch.where(follows, e.bad, nowhere))
+        if e.biased.numel():
+            flat.index_add_(0, e.biased, e.bias.view(torch.float64).float())
+        _punish_seen(x, torch.cat((e.seen, place)), e.repetition.view(torch.float64).float())
+        _punish_output(x, e, place)
+        x[:, 0].masked_fill_(~sound, math.nan)  # masks may have hidden what was wrong with the row
+        return x
+
+
+def _num_output(spec: SampleSpec) -> int:
+    """Tokens generated so far, whether the spec knows the newest one or not."""
+    return spec.position - len(spec.prompt)
+
+
+def _forbidden_after(word: tuple[int, ...], spec: SampleSpec) -> int | None:
+    """The newest token after which the last id of a bad word would complete it; -1: any; None: none."""
+    if len(word) > 1 and _num_output(spec) > len(spec.output):
+        return word[-2] if would_end(word[:-1], spec.output) else None
+    return -1 if would_end(word, spec.output) else None
+
+
+def _cuts(spec: SampleSpec, vocab_size: int) -> tuple[float, float, int, float]:
+    """(sharpness, floor, top_k, top_p) as `pack_rules` wants them."""
+    p = spec.params
+    if is_greedy(spec):
+        return 0.0, -math.inf, vocab_size, math.inf
+    floor = p.temperature * math.log(p.min_p) if p.min_p > 0 else -math.inf
+    top_k = p.top_k if 0 < p.top_k < vocab_size else vocab_size
+    return _LOG2_E / p.temperature, floor, top_k, p.top_p if p.top_p < 1 else math.inf
+
+
+# Places that occur twice among those written below get the same number twice.
+
+
+def _forbid(x: Tensor, early: Tensor, bad: Tensor) -> None:
+    """Take the places `early` and `bad` from x[R, V]; in a row that has nothing left, only `bad`, or else neither."""
+    flat, width = x.view(-1), x.shape[1]
+    both = torch.cat((early, bad))
+    before = flat.index_select(0, both)
+    flat.index_fill_(0, both, -math.inf)
+    left = x.amax(-1) > -math.inf
+    flat.index_copy_(0, both, before.masked_fill(left[both // width], -math.inf))
+    flat.index_fill_(0, bad, -math.inf)
+    left = x.amax(-1) > -math.inf
+    flat.index_copy_(0, bad, before[len(early) :].masked_fill(left[bad // width], -math.inf))
+
+
+def _punish_seen(x: Tensor, places: Tensor, penalty: Tensor) -> None:
+    """Repetition penalty[R] at places of x[R, V]."""
+    flat = x.view(-1)
+    value, by = flat.index_select(0, places), penalty[places // x.shape[1]]
+    flat.index_copy_(0, places, torch.where(value > 0, value / by, value * by))
+
+
+def _punish_output(x: Tensor, e: _Edits[Tensor], place: Tensor) -> None:
+    """Frequency and presence penalties; the newest token, at `place`, counts once more or for the first time."""
+    flat, width = x.view(-1), x.shape[1]
+    frequency, presence = e.frequency.view(torch.float64), e.presence.view(torch.float64)
+    row = e.counted // width
+    again = e.counted == place[row]
+    first = torch.where(torch.zeros_like(place).index_add_(0, row, again.long()) > 0, len(flat) - width, place)
+    flat.index_add_(0, e.counted, -(frequency[row] * (e.times + again) + presence[row]).float())
+    flat.index_add_(0, first, -(frequency + presence).float())
+
+
+def _entries(ranks: list[Tensor], counts: list[int]) -> list[TokenLogprobs]:
+    ids, logprobs, rank = ranks
+    return logprob_entries(ids, logprobs.view(torch.float64), rank, counts)
