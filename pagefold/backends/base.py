@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +63,7 @@ class ForwardInputs:
     window_index   int64[T]     and place in it
     keeps_window   False if no query is kept
     host_*         lengths and slots again as Python ints, so that no backend reads a tensor back
+    host_evicted   int32[slots, G], the view's `evicted` on the host; None where a backend may read it back
     plan           index tables that a backend derives from the batch at its first layer and keeps for the others;
                    None in a fresh batch, and again after any edit of the page tables
     """
@@ -78,6 +80,7 @@ class ForwardInputs:
     host_q_lens: list[int]
     host_slots: list[int]
     host_seq_lens: list[int]
+    host_evicted: np.ndarray | None = None
     plan: object | None = None
 
 
@@ -109,6 +112,8 @@ class JobBatch:
     window_slots  int64[J]    0 where a job has no window
     dst_pages     int64[J, n / page_size]   destination pages (all jobs of a batch keep the same number of rows)
     dst_tier      int         tier of the destination
+    max_src       int         largest of num_src, on the host
+    max_rows      int         largest of num_rows, on the host
     """
 
     slots: Tensor
@@ -120,10 +125,8 @@ class JobBatch:
     window_slots: Tensor
     dst_pages: Tensor
     dst_tier: int
-
-    @property
-    def max_src(self) -> int:
-        return int(self.num_src.max())
+    max_src: int
+    max_rows: int
 
 
 class Backend(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pagefold.core.types import EVICT_WHEN, InputError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "cpu", "reference", "triton")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("recompute", "swap")
 
@@ -36,7 +36,8 @@ class ModelConfig:
     load_format: str = _option("auto", "'dummy' makes random weights from the config alone", LOAD_FORMATS)
     max_model_len: int | None = _option(None, "longest sequence in tokens; default: the model's context")
     seed: int = _option(0, "seed of dummy weights and of requests that name no seed")
-    backend: str = _option("auto", "who touches page bytes", BACKENDS)
+    backend: str = _option("auto", "who computes attention and touches page bytes; 'triton' is the GPU's", BACKENDS)
+    enforce_eager: bool = _option(False, "on a GPU: never capture decode steps in CUDA graphs")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class CacheConfig:
     kv_cold_after: int = _option(1024, "rows of a head that stay hot when older ones are cooled, in tokens")
     kv_cold_share: float = _option(0.5, "share of the KV memory that the cold tier gets")
     kv_layout: str = _option("uniform", "head layout spec, e.g. 'clustered:profile=FILE'")
-    kv_cache_memory_bytes: int | None = _option(None, "bytes of KV pages; default: 1 GiB on a CPU")
+    kv_cache_memory_bytes: int | None = _option(None, "bytes of KV pages; default: 1 GiB, on a GPU what is left of it")
+    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory for weights, work space and KV pages")
     num_pages: int | None = _option(None, "pages of the hot tier, instead of a size in bytes")
     enable_prefix_caching: bool = _option(True, "reuse the pages of prompts that begin alike")
     kv_swap_bytes: int = _option(1 << 30, "host memory for preempted requests, in bytes")
@@ -74,9 +76,14 @@ class SchedulerConfig:
     """Who runs in a step."""
 
     max_num_seqs: int = _option(256, "requests running at once")
-    max_num_batched_tokens: int = _option(2048, "tokens computed in one step")
+    max_num_batched_tokens: int | None = _option(None, "tokens computed in one step; default: 2048, on a GPU 8192")
     kv_window_slots: int | None = _option(None, "query windows to lend; default: as many as are needed")
     preemption: str = _option("recompute", "how requests that evicted nothing are preempted", PREEMPTIONS)
+    plan_ahead: bool | None = _option(None, "launch a step before the last one's tokens are read; default: on a GPU")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.max_num_batched_tokens or 2048
 
 
 @dataclass(frozen=True)
@@ -115,8 +122,13 @@ class EngineConfig:
             ("kv_window_slots", sched.kv_window_slots, 1),
         ):
             _at_least(name, value, low)
+        if sched.plan_ahead not in (None, True, False):
+            raise InputError("plan_ahead", f"got {sched.plan_ahead!r}, must be true or false")
         if not 0 < cache.kv_cold_share < 1:
             raise InputError("kv_cold_share", f"got {cache.kv_cold_share}, must lie between 0 and 1")
+        share = cache.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise InputError("gpu_memory_utilization", f"got {share!r}, must be a number in (0, 1]")
         for name, value in (("kv_buffer", evict.kv_buffer), ("kv_prefill_buffer", evict.kv_prefill_buffer)):
             if value is not None and value % cache.page_size:
                 raise InputError(name, f"got {value}, must be a multiple of page_size ({cache.page_size})")

@@ -229,7 +229,7 @@ class Job(NamedTuple):
     num_rows: int  # rows of the group at launch, an open last page included
     num_tokens: int  # tokens of the sequence at launch: the window's last query is token num_tokens - 1
     keep_rows: int
-    dst_pages: tuple[int, ...]
+    dst_pages: np.ndarray  # int32[keep_rows / page size]
     dst_tier: int
     window_slot: int  # 0: the job needs no window (cooling, or a scorer without queries)
     policy: int  # index into StepPlan.policies
@@ -276,7 +276,7 @@ class SwapOp(NamedTuple):
 
 @dataclass
 class TableEdits:
-    """Changes to the device tables since the last step.
+    """Changes to the device tables since the last step. No entry of a table is named twice, so their order is free.
 
     pages     int32[N, 4]   (slot, group, index, page)
     lengths   int32[M, 4]   (slot, group, evicted rows, cold pages)
@@ -286,12 +286,13 @@ class TableEdits:
     lengths: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SampleSpec:
     """What the sampler must know of one sequence whose next token is drawn in this step.
 
     seed        int64, with `position` it fixes the draw
-    position    index of the drawn token in the sequence
+    position    index of the drawn token in the sequence; len(prompt) + len(output), or one more if the step was planned
+                before the token drawn last was known, which `output` lacks then
     prompt      token ids of the prompt (for the repetition penalty)
     output      token ids generated so far (for all penalties, bad words, min_tokens)
     stop_ids    ids masked while fewer than `params.min_tokens` tokens are out

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -99,6 +99,7 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     """Everything from the options. `loaded` reuses a model that is in memory already."""
     loaded = loaded or load_model(config)
     spec, decoder = loaded.spec, loaded.decoder
+    config = for_device(config, decoder.device)
     max_model_len = _max_model_len(config, spec)
     layout = build_layout(config, spec)
     policies = PolicyMaker(config, layout)
@@ -128,6 +129,16 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     return Engine(
         config, runner, manager, policies, loaded.tokenizer, spec.vocab_size, max_model_len, loaded.eos_token_ids
     )
+
+
+def for_device(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The configuration with what depends on the device filled in."""
+    on_gpu, scheduler = device.type == "cuda", config.scheduler
+    if scheduler.plan_ahead is None:
+        scheduler = replace(scheduler, plan_ahead=on_gpu)
+    if scheduler.max_num_batched_tokens is None and on_gpu:
+        scheduler = replace(scheduler, max_num_batched_tokens=8192)
+    return replace(config, scheduler=scheduler)
 
 
 def build_layout(config: EngineConfig, spec: ModelSpec) -> HeadLayout:

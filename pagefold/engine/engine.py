@@ -1,6 +1,8 @@
 """The loop: requests in, steps, text out."""
 
+from collections import deque
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 
 from pagefold.core.config import EngineConfig
@@ -12,7 +14,7 @@ from pagefold.engine.scheduler import Scheduler
 from pagefold.engine.sequence import Sequence
 from pagefold.kv.manager import KVManager
 from pagefold.models.tokenizer import Tokenizer
-from pagefold.runner.runner import ModelRunner
+from pagefold.runner.runner import Launched, ModelRunner
 
 
 @dataclass
@@ -36,6 +38,10 @@ class Engine:
     """Serves requests step by step, in one process and one thread.
 
     A bad request is refused by `add` with an `InputError`; it touches nobody else. `abort` works at any moment.
+
+    With `plan_ahead`, a step is launched before the tokens of the one before it are read, so that the device never
+    waits for the host. They come out of `step` one call later, and a request that is found to have ended has one token
+    computed for nothing; which tokens they are does not change.
     """
 
     def __init__(
@@ -57,7 +63,9 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.plan_ahead = bool(config.scheduler.plan_ahead)
         self.scheduler = Scheduler(config.scheduler, manager)
+        self._in_flight: deque[Launched] = deque()
         self._served: dict[str, _Served] = {}
         self._owner: dict[Sequence, tuple[_Served, _Choice]] = {}
         self._arrivals = 0
@@ -84,7 +92,7 @@ class Engine:
             text = None
             if sampling.detokenize and self.tokenizer is not None:
                 text = Detokenizer(self.tokenizer, sampling, request.prompt)
-            choice = _Choice(seq, text, CompletionOutput(i))
+            choice = _Choice(seq, text, CompletionOutput(i, count_kv=partial(self._kv_usage, seq)))
             served.choices.append(choice)
             output.outputs.append(choice.output)
             self._owner[seq] = served, choice
@@ -100,38 +108,46 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """There is something to compute, or a result to read."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     # ---- one step
 
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns the requests that got tokens or finished, with everything they have so far.
 
-        If the worker fails, rows of the step may be missing: every request is aborted, the cache of prefixes learns
-        nothing of the step, the error is raised, and the engine goes on with whatever is added next.
+        If the worker fails, rows of the steps in flight may be missing: every request is aborted, the cache of
+        prefixes is emptied, the error is raised, and the engine goes on with whatever is added next.
         """
         plan = self.scheduler.plan()
-        if plan is None:
-            return []
         try:
-            result = self.runner.launch(plan).result()
+            if plan is not None:
+                self._in_flight.append(self.runner.launch(plan))
+                if self.plan_ahead and len(self._in_flight) == 1:
+                    return []  # read after the next step is launched
+            if not self._in_flight:
+                return []
+            result = self._in_flight.popleft().result()
         except BaseException:
             for request_id in list(self._served):
                 self.abort(request_id)
+            self._in_flight.clear()
+            self.scheduler.forget_steps()
             raise
-        touched = self.scheduler.update(result)
-        changed: dict[str, _Served] = {}
-        for seq in touched:
+        changed: dict[str, RequestOutput] = {}
+        for seq in self.scheduler.update(result):
             served, choice = self._owner[seq]
+            if not choice.output.token_ids and choice is served.choices[0]:
+                self._show_prompt(seq, served.output)
             self._refresh(choice)
-            changed[served.output.request_id] = served
+            output = served.output
             if seq.finished:
                 del self._owner[seq]
-        for request_id, served in changed.items():
-            self._refresh_request(served)
-            if served.output.finished:
-                del self._served[request_id]
-        return [served.output for served in changed.values()]
+                output.finished = all(choice.seq.finished for choice in served.choices)
+                if output.finished:
+                    self._served.pop(output.request_id, None)  # a sibling that ended with it was first
+            changed[output.request_id] = output
+        return list(changed.values())
 
     def _refresh(self, choice: _Choice) -> None:
         """Bring a continuation's output up to date with its sequence; stop strings end it here."""
@@ -150,21 +166,22 @@ class Engine:
                 choice.detokenizer.finish()
             output.text = choice.detokenizer.text
         if sampling.logprobs is not None:
-            output.logprobs = seq.logprobs
-            output.cumulative_logprob = sum(entry.logprobs[0] for entry in seq.logprobs)
+            output.logprobs = output.logprobs or []
+            fresh = seq.logprobs[len(output.logprobs) :]
+            output.logprobs += fresh
+            output.cumulative_logprob = sum((e.logprobs[0] for e in fresh), output.cumulative_logprob or 0.0)
         if seq.finished:
             assert seq.finish_reason is not None
             output.finish_reason, output.stop_reason = seq.finish_reason.value, seq.stop_reason
             output.error = seq.error
-        output.kv = self._kv_usage(seq)
+            output.settle()
 
-    def _refresh_request(self, served: _Served) -> None:
-        first = served.choices[0].seq
-        output = served.output
-        output.num_cached_tokens = first.num_cached or 0
-        if first.request.sampling.prompt_logprobs is not None:
-            output.prompt_logprobs = [None, *first.prompt_logprobs]
-        output.finished = all(choice.seq.finished for choice in served.choices)
+    @staticmethod
+    def _show_prompt(seq: Sequence, output: RequestOutput) -> None:
+        """What there is to say of the prompt is known when the first token is."""
+        output.num_cached_tokens = seq.num_cached or 0
+        if seq.request.sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = [None, *seq.prompt_logprobs]
 
     def _kv_usage(self, seq: Sequence) -> KVUsage:
         if seq.state is None:

@@ -44,7 +44,7 @@ def measure(decoder: Decoder, backend: Backend, kv: KVView, config: EngineConfig
     free, total = torch.cuda.mem_get_info()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    num_tokens = min(config.scheduler.max_num_batched_tokens, max_model_len)
+    num_tokens = min(config.scheduler.tokens_per_step, max_model_len)
     num_rows = config.scheduler.max_num_seqs
     zeros = np.zeros(num_tokens, np.int64)
     batch = Batch(
@@ -58,7 +58,7 @@ def measure(decoder: Decoder, backend: Backend, kv: KVView, config: EngineConfig
         num_logits=np.array([min(num_rows, num_tokens)]),
     )
     drawn = torch.zeros(1, dtype=torch.int64, device=decoder.device)
-    fwd = forward_inputs(batch, drawn)
+    fwd = forward_inputs(batch, drawn, np.zeros((1, kv.page_table.shape[1]), np.int32))
     hidden = decoder.forward(fwd, kv, backend)
     decoder.logits(hidden[fwd.logits_at]).float()  # a sampler may widen them
     torch.cuda.synchronize()
@@ -95,7 +95,7 @@ def describe(
     if budget:
         lines.append(
             f"memory: {budget.total / 1e9:.1f} GB, {budget.other / 1e9:.2f} taken by weights, tables and others, "
-            f"{budget.activations / 1e9:.2f} by a step of {config.scheduler.max_num_batched_tokens} tokens"
+            f"{budget.activations / 1e9:.2f} by a step of {config.scheduler.tokens_per_step} tokens"
         )
     heads = spec.num_layers * spec.num_kv_heads
     for name, fmt, pages, size in zip(

@@ -1,5 +1,6 @@
 """What a finished (or running) request looks like to the user. Names are vLLM's; `kv` is ours."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagefold.core.types import TokenLogprobs
@@ -29,7 +30,10 @@ class KVUsage:
 
 @dataclass
 class CompletionOutput:
-    """One continuation. `finish_reason` is None while it runs, else "stop", "length" or "abort"."""
+    """One continuation. `finish_reason` is None while it runs, else "stop", "length" or "abort".
+
+    count_kv   counts `kv` anew whenever it is asked for, as long as the request runs
+    """
 
     index: int
     text: str = ""
@@ -38,8 +42,17 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    kv: KVUsage = field(default_factory=KVUsage)
     error: str | None = None
+    count_kv: Callable[[], KVUsage] | None = field(default=None, repr=False, compare=False)
+    _kv: KVUsage = field(default_factory=KVUsage)
+
+    @property
+    def kv(self) -> KVUsage:
+        return self.count_kv() if self.count_kv else self._kv
+
+    def settle(self) -> None:
+        """The request has ended: what became of its rows is final."""
+        self._kv, self.count_kv = self.kv, None
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """Who computes how many tokens in the next step. Integers only: this file sees `core` and `kv`, never a tensor."""
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from pagefold.core.config import SchedulerConfig
 from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult, SwapOp
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.kv.manager import KVManager
+from pagefold.kv.state import FoldPolicy, KVState
 
 
 @dataclass
@@ -36,6 +38,11 @@ class Scheduler:
     A sequence stalls at its present token, and nothing else does, when it needs a query window and none is free, or
     when its fold finds no destination pages. Sequences without a reservation are preempted, newest first, when pages
     run out.
+
+    A step may be planned before the results of the one before it are known. Everything but the ids of the tokens it
+    draws follows from counts, so the plan names such a token -1. A sequence that turns out to have ended before it is
+    taken out then, and what the later step draws for it is dropped. One that was preempted meanwhile comes back when
+    all its tokens are known.
     """
 
     def __init__(self, config: SchedulerConfig, manager: KVManager):
@@ -44,7 +51,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority and arrival; preempted ones come back to their old place
         self.running: list[Sequence] = []  # in the same order
         self.stats = Stats()
-        self._planned: list[tuple[Sequence, Chunk]] = []
+        self._in_flight: deque[list[_Planned]] = deque()  # steps planned, oldest first, whose results are to come
         self._swaps: list[SwapOp] = []
         self._step = 0
 
@@ -60,6 +67,8 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
             self.manager.release(seq.kv)
+            # what was computed beyond the last token, before it was known to be the last, does not count
+            seq.kv.num_tokens = min(seq.kv.num_tokens, len(seq.tokens) - bool(seq.output))
         else:
             self.waiting.remove(seq)
             if seq.swapped:
@@ -74,62 +83,84 @@ class Scheduler:
     # ---- planning
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute."""
+        """The next step; None if there is nothing to compute, or nothing before a result in flight is known."""
         if not self.has_work:
             return None
         for seq in self.running:
-            if seq.kv.ticket and seq.kv.num_tokens >= seq.kv.ticket.commit_at:
-                self.manager.commit(seq.kv)
+            kv = seq.kv
+            if kv.ticket and kv.num_tokens >= kv.ticket.commit_at:
+                self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
+                self.manager.commit(kv)
                 self.stats.folds += 1
         self._fold_under_pressure()
-        plan = _PlanBuilder(self.config.max_num_batched_tokens)
-        preempted = self._plan_running(plan)
-        if not preempted:
+        plan = _PlanBuilder(self.config.tokens_per_step)
+        if self._plan_running(plan):
             self._admit(plan)
+        if not plan.chunks and self._in_flight:
+            return None
         if not plan.chunks and self.running:
             raise RuntimeError("scheduler: no sequence can make progress; this is a bug")
         self.stats.steps += 1
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         self.stats.peak_pages = max(self.stats.peak_pages, sum(pool.num_held for pool in self.manager.pools))
-        self._planned = plan.chunks
+        self._in_flight.append(plan.chunks)
         self._step += 1
         swaps, self._swaps = self._swaps, []
         return plan.build(self._step, self.manager, swaps)
 
+    def forget_steps(self) -> None:
+        """The steps in flight failed. Their rows may be missing, so no page is known to hold what it should."""
+        self._in_flight.clear()
+        if self.manager.prefix:
+            self.manager.prefix.clear()
+
     def _plan_running(self, plan: "_PlanBuilder") -> bool:
-        """Decodes first, then prefills, oldest first. True if somebody was preempted."""
-        preempted = False
-        decodes = [seq for seq in self.running if seq.num_pending == 1]
-        prefills = [seq for seq in self.running if seq.num_pending > 1]
+        """Decodes first, then prefills, oldest first. False if pages were short, so that nobody may be admitted."""
+        decodes, prefills, ended = [], [], 0
+        for seq in self.running:
+            pending = seq.num_pending
+            if pending == 1:
+                decodes.append(seq)
+            elif pending:
+                prefills.append(seq)
+            else:
+                ended += 1  # its last token is in flight
+        enough = True
         for seq in decodes + prefills:
             if plan.tokens_left == 0:
                 break
             if seq.status is not Status.RUNNING:
                 continue  # preempted by an older one
             while not self._plan_chunk(seq, plan):
+                if ended:  # worth waiting for
+                    enough = False
+                    break
                 victim = self._victim(seq, plan)
                 if victim is None:
                     break
                 self.preempt(victim)
-                preempted = True
-        if not plan.chunks and self.running:
-            preempted |= self._break_deadlock(plan)
-        return preempted
+                enough = False
+        if not plan.chunks and self.running and not self._in_flight:
+            self._break_deadlock(plan)
+            enough = False
+        return enough
 
     def _plan_chunk(self, seq: Sequence, plan: "_PlanBuilder") -> bool:
         """Plan as many pending tokens as may be computed now. False only if free pages are what is missing."""
         manager, kv = self.manager, seq.kv
-        start = kv.num_tokens
-        count = min(seq.num_pending, plan.tokens_left)
-        event = kv.next_event()
+        start, pending = kv.num_tokens, seq.num_pending
+        if pending == 1 and start < kv.quiet_until and plan.tokens_left:
+            plan.add(seq, kv, start, 1, kv.window_start)
+            kv.num_tokens = start + 1
+            return True
+        count = min(pending, plan.tokens_left)
+        event, window_from = kv.upcoming()
         if kv.ticket:
             count = min(count, kv.ticket.commit_at - start)
         if event is not None:
             count = min(count, event - start)
-            window_from = event - kv.policy.window
-            needs_window = kv.policy.needs_window and kv.evicts_at(event)
-            if needs_window and start + count > window_from and not manager.lend_window(kv):
-                count = window_from - start  # the window's queries must be kept: wait at its first token
+        if window_from is not None and start + count > window_from and not manager.lend_window(kv):
+            count = window_from - start  # the window's queries must be kept: wait at its first token
         if count <= 0:
             return True
         if event is not None and start + count == event and not manager.can_launch(kv, event):
@@ -138,13 +169,10 @@ class Scheduler:
                 return kv.reserved or any(s.kv.ticket for s in self.running)
         if not manager.extend(kv, count):
             return False
-        jobs: list[Job] = []
-        window_slot, window_start = kv.window_slot, 0
-        if event is not None:
-            window_start = event - kv.policy.window
+        plan.add(seq, kv, start, count, 0 if event is None else event - kv.policy.window)
         if kv.num_tokens == event:
-            jobs = manager.launch(kv, plan.policy_index(kv.policy))
-        plan.add(seq, start, count, jobs, window_slot, window_start)
+            plan.jobs += manager.launch(kv, plan.policy_index(kv.policy))
+        kv.note_quiet()
         return True
 
     def _victim(self, needy: Sequence, plan: "_PlanBuilder") -> Sequence | None:
@@ -152,7 +180,8 @@ class Scheduler:
 
         First those that evicted nothing and hold no window, then those that evicted (they are swapped).
         """
-        newer = [s for s in self.running if s.order > needy.order and s not in plan.sequences and not s.kv.ticket]
+        planned = {seq for seq, *_ in plan.chunks}
+        newer = [s for s in self.running if s.order > needy.order and s not in planned and not s.kv.ticket]
         plain = [s for s in newer if not s.kv.folded and not s.kv.reserved]
         for group in (
             [s for s in plain if not s.kv.window_slot],
@@ -163,7 +192,7 @@ class Scheduler:
                 return group[-1]
         return None
 
-    def _break_deadlock(self, plan: "_PlanBuilder") -> bool:
+    def _break_deadlock(self, plan: "_PlanBuilder") -> None:
         """Nobody can move: the oldest is stuck behind others that hold what it needs. Preempt from the newest.
 
         The last resort is to start a request again although it was folded: it is folded again at the same tokens. One
@@ -179,7 +208,6 @@ class Scheduler:
                 self._plan_chunk(seq, plan)
             if plan.chunks:
                 break
-        return True
 
     def can_preempt(self, seq: Sequence) -> bool:
         """Folded rows need a place in host memory, no window, and no further fold in flight."""
@@ -212,20 +240,21 @@ class Scheduler:
             self.stats.tokens_lost += kv.num_tokens
             self.manager.release(kv)
             seq.state, seq.status = None, Status.WAITING
-            if len(seq.prompt_logprobs) < seq.prompt_len - 1:
-                seq.prompt_logprobs = []
         seq.num_preemptions += 1
         self.stats.preemptions += 1
         self.add(seq)
 
     def _admit(self, plan: "_PlanBuilder") -> None:
-        """First come, first served within a priority; the head of the queue is never overtaken.
+        """First come, first served within a priority; the head of the queue is never overtaken, even while the token
+        is in flight that it was drawing when it was preempted.
 
         With nobody running, a request in pressure mode that finds no room never will: it folds from the start.
         """
         config, manager = self.config, self.manager
         while self.waiting and len(self.running) < config.max_num_seqs and plan.tokens_left:
             seq = self.waiting[0]
+            if seq.num_drawing:
+                return
             # each running sequence without a reservation should be able to open one more page
             margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
             if seq.swapped:
@@ -269,6 +298,8 @@ class Scheduler:
         want = sum(kv.num_groups for kv in free_riders) * reach
         if self.waiting:
             want += -(-len(self.waiting[0].tokens) // size) * manager.geometry.num_groups
+        if manager.room() >= want:
+            return
         surplus = lambda kv: int((kv.num_pages - (kv.policy.budget + kv.policy.period) // size).clip(0).sum())  # noqa: E731
         coming = sum(surplus(kv) for kv in free_riders if kv.fold_from is not None)
         for kv in sorted(waiting, key=lambda kv: kv.num_tokens, reverse=True):
@@ -280,38 +311,49 @@ class Scheduler:
     # ---- results
 
     def update(self, result: StepResult) -> list[Sequence]:
-        """Take in a step's tokens. Returns the sequences that got one or finished."""
+        """Take in the oldest step in flight. Returns the sequences that got a token or finished.
+
+        Results belong to sequences, not to slots: whatever became of one since the step was planned, its token counts.
+        """
         touched, ids, logprobs = [], iter(result.ids), iter(result.logprobs)
-        for i, (seq, chunk) in enumerate(self._planned):
-            new = next(ids) if chunk.num_logits else None
-            logprob = next(logprobs) if chunk.num_logits else None
+        for i, (seq, chunk, kv) in enumerate(self._in_flight.popleft()):
+            new = logprob = None
+            if chunk.num_logits:
+                new, logprob = next(ids), next(logprobs)
             if seq.finished:
-                continue  # aborted while the step ran
-            self.manager.index(seq.kv, seq.tokens)
-            seq.prompt_logprobs.extend(result.prompt_logprobs.get(i, ()))
-            if chunk.start + chunk.num_tokens < len(seq.tokens):
-                continue
-            touched.append(seq)
-            if seq.max_tokens == 0:
-                self.finish(seq, FinishReason.LENGTH)
-            elif new is None:
-                seq.error = "the model's logits were not finite"
-                self.finish(seq, FinishReason.ABORT)
-            else:
-                self._append(seq, new)
+                continue  # it ended, or was aborted, while the step was in flight
+            if i in result.prompt_logprobs:
+                entries = result.prompt_logprobs[i]
+                seq.prompt_logprobs[chunk.start : chunk.start + len(entries)] = entries
+            drawn = chunk.start + chunk.num_tokens >= len(seq.tokens)
+            if drawn and seq.max_tokens:
+                seq.num_drawing -= 1
+                if new is not None:
+                    seq.tokens.append(new)
+                    seq.output.append(new)
+            if kv.num_indexed >= 0 and seq.state is kv and seq.status is Status.RUNNING:
+                self.manager.index(kv, seq.tokens)
+            if drawn:
+                touched.append(seq)
+                self._finish_if_done(seq, new)
                 if logprob is not None:
                     seq.logprobs.append(logprob)
-        self._planned = []
         return touched
 
-    def _append(self, seq: Sequence, token: int) -> None:
-        seq.tokens.append(token)
-        seq.output.append(token)
-        count = len(seq.output)
-        if token in seq.stop_ids and count >= seq.request.sampling.min_tokens:
-            self.finish(seq, FinishReason.STOP, token if token in seq.request.sampling.stop_token_ids else None)
-        elif count >= seq.max_tokens:
+    def _finish_if_done(self, seq: Sequence, new: int | None) -> None:
+        """Whether token `new` (None: there was none to draw) ends the sequence."""
+        if seq.max_tokens == 0:
             self.finish(seq, FinishReason.LENGTH)
+        elif new is None:
+            seq.error = "the model's logits were not finite"
+            self.finish(seq, FinishReason.ABORT)
+        elif new in seq.stop_ids and len(seq.output) >= seq.request.sampling.min_tokens:
+            self.finish(seq, FinishReason.STOP, new if new in seq.request.sampling.stop_token_ids else None)
+        elif len(seq.output) >= seq.max_tokens:
+            self.finish(seq, FinishReason.LENGTH)
+
+
+_Planned = tuple[Sequence, Chunk, KVState]
 
 
 class _PlanBuilder:
@@ -319,58 +361,57 @@ class _PlanBuilder:
 
     def __init__(self, max_tokens: int):
         self.tokens_left = max_tokens
-        self.chunks: list[tuple[Sequence, Chunk]] = []
-        self.sequences: set[Sequence] = set()
+        self.chunks: list[_Planned] = []
+        self.tokens: list[int] = []
+        self.samples: list[SampleSpec | None] = []
+        self.prompt_targets: dict[int, tuple[list[int], int]] = {}
         self.jobs: list[Job] = []
         self.policies: list[ScorePolicy] = []
 
-    def policy_index(self, policy) -> int:
+    def policy_index(self, policy: FoldPolicy) -> int:
         score = ScorePolicy(policy.scorer or "none", policy.sink_tokens, policy.window)
         if score not in self.policies:
             self.policies.append(score)
         return self.policies.index(score)
 
-    def add(self, seq: Sequence, start: int, count: int, jobs: list[Job], window_slot: int, window_start: int) -> None:
-        sampling, end = seq.request.sampling, start + count
-        wants_prompt = sampling.prompt_logprobs is not None and start < seq.prompt_len - 1
-        num_logits = count if wants_prompt else int(end == len(seq.tokens))
-        self.chunks.append((seq, Chunk(seq.kv.slot, start, count, num_logits, window_slot, window_start)))
-        self.sequences.add(seq)
-        self.jobs.extend(jobs)
+    def add(self, seq: Sequence, kv: KVState, start: int, count: int, window_start: int) -> None:
+        """Tokens [start, start + count) of a sequence. If they are its last, known or not, the next one is drawn."""
+        tokens, end = seq.tokens, start + count
+        num_tokens = len(tokens) + seq.num_drawing
+        num_logits = int(end == num_tokens)
+        if seq.request.sampling.prompt_logprobs is not None and start < seq.prompt_len - 1:
+            num_logits = count
+            self._add_prompt_targets(seq, start, end)
+        if count == 1:
+            self.tokens.append(tokens[start] if start < len(tokens) else -1)
+        else:
+            self.tokens += tokens[start:end]
+            if end > len(tokens):
+                self.tokens.append(-1)
+        spec = None
+        if end == num_tokens and seq.max_tokens:
+            seq.num_drawing += 1
+            ask = seq.request
+            spec = SampleSpec(ask.sampling, seq.seed, end, ask.prompt, seq.output, seq.stop_ids, seq.bad_ids)
+        if num_logits:
+            self.samples.append(spec)
+        self.chunks.append((seq, Chunk(kv.slot, start, count, num_logits, kv.window_slot, window_start), kv))
         self.tokens_left -= count
 
+    def _add_prompt_targets(self, seq: Sequence, start: int, end: int) -> None:
+        k = seq.request.sampling.prompt_logprobs
+        if k is not None and len(seq.prompt_logprobs) < seq.prompt_len - 1:
+            self.prompt_targets[len(self.chunks)] = seq.tokens[start + 1 : min(end + 1, seq.prompt_len)], k
+
     def build(self, step: int, manager: KVManager, swaps: list[SwapOp]) -> StepPlan:
-        tokens = [seq.tokens[c.start : c.start + c.num_tokens] for seq, c in self.chunks]
         return StepPlan(
             step=step,
             edits=manager.drain_edits(),
             swaps=swaps,
-            chunks=[chunk for _, chunk in self.chunks],
-            tokens=np.array([t for part in tokens for t in part], np.int32),
-            samples=[self._sample_spec(seq, c) for seq, c in self.chunks if c.num_logits],
-            prompt_targets={i: t for i, (seq, c) in enumerate(self.chunks) if (t := self._prompt_targets(seq, c))},
+            chunks=[chunk for _, chunk, _ in self.chunks],
+            tokens=np.array(self.tokens, np.int32),
+            samples=self.samples,
+            prompt_targets=self.prompt_targets,
             jobs=self.jobs,
             policies=self.policies,
-        )
-
-    @staticmethod
-    def _prompt_targets(seq: Sequence, chunk: Chunk) -> tuple[list[int], int] | None:
-        k = seq.request.sampling.prompt_logprobs
-        if k is None or len(seq.prompt_logprobs) >= seq.prompt_len - 1:
-            return None
-        targets = seq.tokens[chunk.start + 1 : min(chunk.start + chunk.num_tokens + 1, seq.prompt_len)]
-        return (targets, k) if targets else None
-
-    @staticmethod
-    def _sample_spec(seq: Sequence, chunk: Chunk) -> SampleSpec | None:
-        if chunk.start + chunk.num_tokens < len(seq.tokens) or seq.max_tokens == 0:
-            return None
-        return SampleSpec(
-            params=seq.request.sampling,
-            seed=seq.seed,
-            position=len(seq.tokens),
-            prompt=seq.request.prompt,
-            output=seq.output,
-            stop_ids=seq.stop_ids,
-            bad_ids=seq.bad_ids,
         )

@@ -24,7 +24,10 @@ class Sequence:
     stop_ids     ids that end it (EOS ids unless ignored, and stop_token_ids)
     bad_ids      bad words as id sequences
     max_tokens   tokens to generate, within what the context and the pool allow
-    tokens       prompt and generated tokens
+    prompt_len   tokens of the prompt
+    last         number of tokens that are ever stored (the last one drawn is not)
+    tokens       prompt and generated tokens, as far as their ids are known
+    num_drawing  tokens that steps in flight are drawing: they count, and can be computed, before their ids are known
     state        its rows, while it runs; what became of them, once it is finished
     num_cached   tokens taken from the prefix cache when it first ran
     error        why it was aborted, if it failed
@@ -37,7 +40,10 @@ class Sequence:
     stop_ids: frozenset[int]
     bad_ids: tuple[tuple[int, ...], ...]
     max_tokens: int
+    prompt_len: int = field(init=False)
+    last: int = field(init=False)
     tokens: list[int] = field(init=False)
+    num_drawing: int = 0
     output: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     state: KVState | None = None
@@ -51,16 +57,9 @@ class Sequence:
     error: str | None = None
 
     def __post_init__(self):
+        self.prompt_len = len(self.request.prompt)
+        self.last = self.prompt_len + max(self.max_tokens, 1) - 1
         self.tokens = list(self.request.prompt)
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def last(self) -> int:
-        """Number of tokens that are ever stored (the last one drawn is not)."""
-        return self.prompt_len + max(self.max_tokens, 1) - 1
 
     @property
     def kv(self) -> KVState:
@@ -70,8 +69,9 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens whose KV is not stored yet: the only measure of progress."""
-        return len(self.tokens) - (self.state.num_tokens if self.state else 0)
+        """Tokens whose KV is not stored yet, and will be: the only measure of progress."""
+        total, stored = len(self.tokens) + self.num_drawing, self.state.num_tokens if self.state else 0
+        return (total if total < self.last else self.last) - stored
 
     @property
     def order(self) -> tuple[int, int]:

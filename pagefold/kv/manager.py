@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagefold.core.types import InputError, Job, SwapOp, TableEdits
+from pagefold.kv.ledger import Ledger
 from pagefold.kv.pool import PagePool
 from pagefold.kv.prefix import PrefixCache
-from pagefold.kv.state import COLD, HOT, Fold, FoldPolicy, KVState, Ticket
+from pagefold.kv.state import COLD, HOT, FoldPolicy, Folds, KVState
 from pagefold.kv.table import TableJournal
 
 
@@ -49,8 +50,8 @@ class KVManager:
     Memory rules:
 
     * A *reserved* sequence (one that evicts at fixed token counts) was promised its peak at admission, so it never
-      waits for pages to grow. `headroom` is what is still promised and not yet taken.
-    * A compaction writes fresh pages before it gives the old ones back. `spare` pages are kept for that; a
+      waits for pages to grow. The ledger knows what is still promised and not yet taken.
+    * A compaction writes fresh pages before it gives the old ones back. Spare pages are kept for that; a
       sequence whose compaction finds none waits at that token.
     * The others take what is left, and are preempted when nothing is.
     """
@@ -61,6 +62,7 @@ class KVManager:
         self.host_pools = [PagePool(n) for n in geometry.num_host_pages]
         self.prefix = PrefixCache(self.pools[HOT], geometry.page_size) if prefix_caching else None
         self.journal = TableJournal()
+        self.ledger = Ledger()
         self.live: list[KVState] = []
         self._slots = list(range(geometry.max_seqs, 0, -1))  # slot 0 is the garbage room of padding
         self._windows = list(range(geometry.window_slots, 0, -1))
@@ -138,44 +140,10 @@ class KVManager:
 
         return prompt_len - 1 + bisect_left(range(prompt_len, most + 1), True, key=too_long)
 
-    def _spare(self, extra: KVState | None = None) -> list[int]:
-        """Pages kept per tier for compactions in flight: enough for the expected number at once and one more."""
-        sequences = [*self.live, *([extra] if extra else [])]
-        copies = {kv: self._copy_pages(kv.policy, kv.last) for kv in sequences if kv.policy.evicts}
-        folding = [kv for kv, pages in copies.items() if any(pages)]
-        spare = [0, 0]
-        if folding:
-            jobs = 1 + math.ceil(1.5 * sum((kv.policy.lag + 1) / kv.policy.period for kv in folding))
-            jobs = min(jobs, len(folding))
-            for tier in range(self.num_tiers):
-                spare[tier] = jobs * max(copies[kv][tier] for kv in folding)
-        return spare
-
-    @staticmethod
-    def _in_flight_of(kv: KVState) -> list[int]:
-        flying = [0, 0]
-        for fold in kv.ticket.folds if kv.ticket else ():
-            flying[fold.dst_tier] += len(fold.dst)
-        return flying
-
-    def _in_flight(self) -> list[int]:
-        """Destination pages per tier of the folds that are launched and not yet visible."""
-        each = [self._in_flight_of(kv) for kv in self.live]
-        return [sum(flying[tier] for flying in each) for tier in (HOT, COLD)]
-
-    def _headroom(self, tier: int) -> int:
-        """Pages promised to reserved sequences and not yet taken.
-
-        Cold pages are only ever taken by folds, so those in flight count as taken.
-        """
-        flying = self._in_flight_of if tier == COLD else lambda kv: [0, 0]
-        return sum(max(0, kv.reserve[tier] - kv.held[tier] - flying(kv)[tier]) for kv in self.live if kv.reserved)
-
     def room(self, tier: int = HOT) -> int:
         """Pages that a sequence without a reservation may take now."""
         pool = self.pools[tier]
-        spare = max(0, self._spare()[tier] - self._in_flight()[tier])
-        return pool.num_available - self._headroom(tier) - pool.surplus - spare
+        return pool.num_available - pool.surplus - self.ledger.held_back(tier)
 
     def _take(self, tier: int, count: int, reserved: bool) -> np.ndarray:
         pool = self.pools[tier]
@@ -198,34 +166,34 @@ class KVManager:
             return None
         pool, groups, size = self.pools[HOT], self.geometry.num_groups, self.geometry.page_size
         kv = KVState(policy, size, prompt_len, last, 0, None if policy.under_pressure else 0)
+        kv.copies = self._copy_pages(policy, last)
+        kv.bound = self.peak_pages(policy, 0, last) if policy.evicts else [0, 0]
+        if policy.evicts and not policy.under_pressure:
+            kv.reserved, kv.reserve = True, self.peak_pages(policy, prompt_len, last)
+            for tier, other in enumerate(self.pools):
+                if other.num_available - other.surplus - self.ledger.held_back(tier, kv) < kv.reserve[tier]:
+                    return None
+        elif self.room() < margin:
+            return None  # whatever it finds cached
         hits, key = np.empty((0, groups), np.int32), b""
         if self.prefix is not None and salt is not None:
             key = self.prefix.root(salt)
-            event = kv.next_event()
+            event, _ = kv.upcoming()
             computed = max(1, policy.window if policy.needs_window else 1)  # tokens before the event that must be
             limit = len(tokens) - 1 if event is None else min(len(tokens) - 1, event - computed)
             hits, key = self.prefix.match(salt, tokens, limit)
         hit_pages = hits.ravel()
-        idle = int((pool.refs[hit_pages] == 0).sum())
-        if policy.evicts and not policy.under_pressure:
-            kv.reserved, kv.reserve = True, self.peak_pages(policy, prompt_len, last)
-            spare, flying = self._spare(kv), self._in_flight()
-            for tier, other in enumerate(self.pools):
-                keep = self._headroom(tier) + other.surplus + max(0, spare[tier] - flying[tier])
-                if other.num_available - keep < kv.reserve[tier]:
-                    return None
-        else:
+        if not kv.reserved:
+            idle = int((pool.refs[hit_pages] == 0).sum())
             # a hit on a page that only a reserved sequence holds will not come back when that one folds
             shared = int(pool.reserved[hit_pages][pool.refs[hit_pages] == 1].sum())
             need = -(-len(tokens) // size) * groups
             if not policy.evicts:  # with a cold tier not all of them are hot at once
                 need = min(need, self.peak_pages(policy, prompt_len, last)[HOT])
             fresh = max(0, need - len(hit_pages))
-            flying = self._in_flight()[HOT]
-            own_spare = max(0, self._spare(kv)[HOT] - flying) - max(0, self._spare()[HOT] - flying)
+            own_spare = self.ledger.held_back(HOT, kv) - self.ledger.held_back(HOT)
             if self.room() - own_spare - margin < fresh + idle + shared:
                 return None
-        kv.slot = self._slots.pop()
         kv.index_key = key
         if len(hits):
             pool.hold(hit_pages, kv.reserved)
@@ -235,9 +203,15 @@ class KVManager:
             self.prefix.touch(key)  # type: ignore[union-attr]
         if not kv.index_key:
             kv.num_indexed = -1
-        self.live.append(kv)
-        self.journal.whole(kv)
+        self._take_slot(kv)
         return kv
+
+    def _take_slot(self, kv: KVState) -> None:
+        kv.slot = self._slots.pop()
+        kv.quiet_until = 0
+        self.live.append(kv)
+        self.ledger.join(kv)
+        self.journal.whole(kv)
 
     def extend(self, kv: KVState, num_tokens: int) -> bool:
         """Pages for `num_tokens` more tokens. False, and nothing changed, if there is no room."""
@@ -247,27 +221,22 @@ class KVManager:
             return False
         if need:
             pages = self._take(HOT, need, kv.reserved).reshape(kv.num_groups, count)
-            first = kv.append_pages(pages)
-            self.journal.pages(kv.slot, np.arange(kv.num_groups), first, pages)
+            self.journal.pages(kv, kv.append_pages(pages))
+            self.ledger.recount(kv)
         kv.num_tokens += num_tokens
         return True
 
     def can_launch(self, kv: KVState, at: int) -> bool:
         """Whether the destination pages of the folds due at token count `at` can be had now."""
-        need = [0, 0]
-        for _, _, _, count in kv.due_folds(at):
-            need[self._fold_tier(kv)] += count
-        grow = kv.new_pages(at - kv.num_tokens) * kv.num_groups
-        for tier, pool in enumerate(self.pools):
-            room = pool.num_available - self._headroom(tier) - pool.surplus
-            if kv.reserved:
-                # pages it grows by, and cold pages that cooling fills up to the promise, are its own already
-                room += max(0, kv.reserve[tier] - kv.held[tier]) if tier == COLD else 0
-            elif tier == HOT:
-                room -= grow
-            if need[tier] > room:
-                return False
-        return True
+        tier = self._fold_tier(kv)
+        pool = self.pools[tier]
+        room = pool.num_available - self.ledger.promised[tier] - pool.surplus
+        if kv.reserved:
+            # pages it grows by, and cold pages that cooling fills up to the promise, are its own already
+            room += max(0, kv.reserve[tier] - kv.held[tier]) if tier == COLD else 0
+        elif tier == HOT:
+            room -= kv.new_pages(at - kv.num_tokens) * kv.num_groups
+        return int(kv.due_folds(at).num_dst.sum()) <= room
 
     def _fold_tier(self, kv: KVState) -> int:
         return HOT if kv.policy.cold_after is None else COLD
@@ -277,30 +246,23 @@ class KVManager:
 
         The old pages stay readable until `commit`. The lent window goes with the ticket.
         """
-        at, policy, tier = kv.num_tokens, kv.policy, self._fold_tier(kv)
-        jobs, folds = [], []
-        for group, first, num_src, num_dst in kv.due_folds(at):
-            dst = self._take(tier, num_dst, kv.reserved)
-            src = kv.pages[group, first : first + num_src].copy()
-            folds.append(Fold(group, first, src, dst, tier))
-            jobs.append(
-                Job(
-                    slot=kv.slot,
-                    group=group,
-                    first_page=first,
-                    num_src_pages=num_src,
-                    num_rows=int(kv.rows[group]),
-                    num_tokens=at,
-                    keep_rows=num_dst * kv.page_size,
-                    dst_pages=tuple(dst.tolist()),
-                    dst_tier=tier,
-                    window_slot=kv.window_slot,
-                    policy=policy_index,
-                )
-            )
-        lag = policy.lag if at >= kv.prompt_len else 0
-        kv.ticket = Ticket(at + lag, folds, kv.window_slot)
-        kv.window_slot = 0
+        tier, folds = self._fold_tier(kv), kv.due_folds(kv.num_tokens)
+        dst = self._take(tier, int(folds.num_dst.sum()), kv.reserved)
+        jobs = self._jobs(kv, folds, dst, tier, policy_index)
+        kv.launch(folds, dst, tier)
+        self.ledger.recount(kv)
+        return jobs
+
+    @staticmethod
+    def _jobs(kv: KVState, folds: Folds, dst: np.ndarray, dst_tier: int, policy_index: int) -> list[Job]:
+        slot, at, size, window = kv.slot, kv.num_tokens, kv.page_size, kv.window_slot
+        jobs, end = [], 0
+        for group, first, num_src, num_dst, num_rows in zip(
+            *(column.tolist() for column in folds), kv.rows[folds.groups].tolist(), strict=True
+        ):
+            start, end = end, end + num_dst
+            to, rows = dst[start:end], num_dst * size
+            jobs.append(Job(slot, group, first, num_src, num_rows, at, rows, to, dst_tier, window, policy_index))
         return jobs
 
     def commit(self, kv: KVState) -> None:
@@ -310,56 +272,69 @@ class KVManager:
           [0, first)          untouched (cold pages, when cooling)
           [first, first + S)  source: full pages at launch, read-only until now, given back now
           [first + S, end)    tail: appended since launch; its first page is page-aligned by construction
+        afterwards
+          [first, first + D)  destination
+          [first + D, end - S + D)   tail
         """
-        ticket, size = kv.ticket, kv.page_size
+        ticket = kv.ticket
         assert ticket is not None
-        kv.num_compactions += any(len(fold.dst) < len(fold.src) for fold in ticket.folds)
-        for fold in ticket.folds:
-            g, first, src, dst = fold.group, fold.first, fold.src, fold.dst
-            end = int(kv.num_pages[g])
-            cold = int(kv.cold[g])
-            rest = kv.pages[g, first + len(src) : end].copy()
-            kv.pages[g, first : first + len(dst)] = dst
-            kv.pages[g, first + len(dst) : first + len(dst) + len(rest)] = rest
-            kv.num_pages[g] = first + len(dst) + len(rest)
-            kv.evicted[g] += (len(src) - len(dst)) * size
-            num_cold = min(max(cold - first, 0), len(src))
-            if fold.dst_tier == COLD:
-                kv.cold[g] = first + len(dst)
-            self._drop(COLD, src[:num_cold], kv.reserved)
-            self._drop(HOT, src[num_cold:], kv.reserved)
-            self.journal.pages(kv.slot, np.array([g]), np.array([first]), kv.pages[g : g + 1, first : kv.num_pages[g]])
-        self._return_window(ticket.window_slot)
+        groups, first, num_src, num_dst = ticket.folds
+        shrink, end = num_src - num_dst, int(kv.num_pages.max())
+        pages, index = kv.pages[groups, :end], np.arange(end)
+        inside = index >= first[:, None]
+        source = inside & (index < (first + num_src)[:, None])
+        if kv.held[COLD]:
+            was_cold = index < kv.cold[groups, None]
+            self._give_back(kv, COLD, pages[source & was_cold])
+            self._give_back(kv, HOT, pages[source & ~was_cold])
+        else:
+            self._give_back(kv, HOT, pages[source])
+        tail = index >= (first + num_dst)[:, None]
+        moved = pages[np.arange(len(groups))[:, None], np.minimum(index + tail * shrink[:, None], end - 1)]
+        moved[inside & ~tail] = ticket.dst
+        kv.pages[groups, :end] = moved
+        kv.num_pages[groups] -= shrink
+        kv.evicted, kv.cold = ticket.evicted, ticket.cold
+        kv.hold(ticket.dst_tier, len(ticket.dst))
+        kv.num_compactions += bool(shrink.any())
+        changed = kv.num_pages.copy()
+        changed[groups] = first
+        self.journal.pages(kv, changed)
         self.journal.lengths(kv)
-        kv.count_held()
+        self._return_window(ticket.window_slot)
         kv.ticket = None
         kv.num_indexed = -1
         if kv.reserved and kv.num_tokens >= kv.prompt_len:
-            kv.reserve = self.peak_pages(kv.policy, 0, kv.last)  # the prompt's peak is behind it
-        elif kv.policy.evicts and not kv.reserved and kv.evicted.any():
+            kv.reserve = kv.bound  # the prompt's peak is behind it
+        self.ledger.recount(kv)
+        if kv.policy.evicts and not kv.reserved and kv.evicted.any():
             self._try_reserve(kv)
 
     def _try_reserve(self, kv: KVState) -> None:
         """A request that began to evict under pressure is bounded from now on: promise it its bound, if possible."""
-        reserve = self.peak_pages(kv.policy, 0, kv.last)
         for tier in range(self.num_tiers):
             own = kv.tier_pages(tier)
             shared = int((self.pools[tier].refs[own] > 1).sum())
-            if self.room(tier) < max(0, reserve[tier] - kv.held[tier]) + shared:
+            if self.room(tier) < max(0, kv.bound[tier] - kv.held[tier]) + shared:
                 return
-        kv.reserve, kv.reserved = reserve, True
+        kv.reserve, kv.reserved = kv.bound, True
+        self.ledger.recount(kv)
         for tier in range(self.num_tiers):
             self.pools[tier].set_reserved(kv.tier_pages(tier))
 
     def start_folding(self, kv: KVState) -> None:
         """Ask a request in pressure mode to begin evicting, as soon as a whole window of queries can be kept."""
         kv.fold_from = kv.num_tokens + kv.policy.window
+        kv.folds_changed()
 
     def index(self, kv: KVState, tokens: list[int]) -> None:
-        """Tell the prefix cache of pages that are full by now and that nothing was ever evicted from."""
+        """Tell the prefix cache of pages that are full by now and that nothing was ever evicted from.
+
+        tokens   those whose ids are known; a page with a token that is still being drawn has to wait
+        """
         if self.prefix is None or kv.num_indexed < 0:
             return
-        full, size = kv.num_tokens // kv.page_size, kv.page_size
+        full, size = min(kv.num_tokens, len(tokens)) // kv.page_size, kv.page_size
         if full > kv.num_indexed:
             for i in range(kv.num_indexed, full):
                 page_tokens = tuple(tokens[i * size : (i + 1) * size])
@@ -377,6 +352,10 @@ class KVManager:
         if window_slot:
             self._windows.append(window_slot)
 
+    def _give_back(self, kv: KVState, tier: int, pages: np.ndarray) -> None:
+        kv.hold(tier, -len(pages))
+        self._drop(tier, pages, kv.reserved)
+
     def _drop(self, tier: int, pages: np.ndarray, reserved: bool) -> None:
         if len(pages):
             self.pools[tier].drop(pages, reserved)
@@ -386,13 +365,14 @@ class KVManager:
         for tier in range(self.num_tiers):
             self._drop(tier, kv.tier_pages(tier), kv.reserved)
         if kv.ticket:
-            for fold in kv.ticket.folds:
-                self._drop(fold.dst_tier, fold.dst, kv.reserved)
+            self._drop(kv.ticket.dst_tier, kv.ticket.dst, kv.reserved)
             self._return_window(kv.ticket.window_slot)
         self._return_window(kv.window_slot)
         kv.ticket, kv.window_slot = None, 0
         self._slots.append(kv.slot)
         self.live.remove(kv)
+        self.ledger.leave(kv)
+        self.journal.forget(kv)
 
     # ---- swap
 
@@ -418,15 +398,12 @@ class KVManager:
         kv = swapped.kv
         if not self._slots:
             return None
-        spare, flying = self._spare(kv), self._in_flight()
         for tier, pool in enumerate(self.pools):
-            keep = self._headroom(tier) + pool.surplus + max(0, spare[tier] - flying[tier])
             need = max(len(swapped.host_pages[tier]), kv.reserve[tier])
             if not kv.reserved and tier == HOT and self.live:
                 need += margin + kv.num_groups
-            if pool.num_available - keep < need:
+            if pool.num_available - pool.surplus - self.ledger.held_back(tier, kv) < need:
                 return None
-        kv.slot = self._slots.pop()
         ops, fresh = [], []
         for tier, host in enumerate(swapped.host_pages):
             fresh.append(self._take(tier, len(host), kv.reserved))
@@ -439,8 +416,7 @@ class KVManager:
         if self.num_tiers > 1:
             kv.pages[valid & cold] = fresh[COLD]
         kv.num_indexed = -1
-        self.live.append(kv)
-        self.journal.whole(kv)
+        self._take_slot(kv)
         return ops
 
     def discard(self, swapped: Swapped) -> None:
@@ -451,6 +427,7 @@ class KVManager:
     # ---- for the worker and for tests
 
     def drain_edits(self) -> TableEdits:
+        """What the device tables must change, each entry once."""
         return self.journal.drain()
 
     @property
@@ -464,11 +441,10 @@ class KVManager:
             refs = np.zeros(pool.num_pages, np.int32)
             for kv in self.live:
                 np.add.at(refs, kv.tier_pages(tier), 1)
-                for fold in kv.ticket.folds if kv.ticket else ():
-                    if fold.dst_tier == tier:
-                        np.add.at(refs, fold.dst, 1)
+                if kv.ticket and kv.ticket.dst_tier == tier:
+                    np.add.at(refs, kv.ticket.dst, 1)
             assert np.array_equal(refs, pool.refs), f"tier {tier}: references and holders differ"
-            assert pool.num_available >= self._headroom(tier), f"tier {tier}: more is promised than there is"
+            assert pool.num_available >= self.ledger.promised[tier], f"tier {tier}: more is promised than there is"
         for kv in self.live:
             assert np.array_equal(kv.num_pages, -(-kv.rows // kv.page_size)), "a group owns ceil(rows / page) pages"
         lent = sum((kv.window_slot != 0) + bool(kv.ticket and kv.ticket.window_slot) for kv in self.live)

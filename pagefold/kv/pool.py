@@ -48,7 +48,8 @@ class PagePool:
         self._num_free -= count
         pages = self._free[self._num_free : self._num_free + count][::-1].copy()
         self.refs[pages] = 1
-        self.reserved[pages] = int(reserved)
+        if reserved:
+            self.reserved[pages] = 1
         return pages
 
     def hold(self, pages: np.ndarray, reserved: bool) -> None:
@@ -61,14 +62,18 @@ class PagePool:
 
     def drop(self, pages: np.ndarray, reserved: bool) -> None:
         """One sequence lets go of each of these pages (distinct)."""
-        before = self._surplus_of(pages)
+        shared = pages[self.refs[pages] > 1]
+        before = self._surplus_of(shared)
         self.refs[pages] -= 1
-        self.reserved[pages] -= int(reserved)
-        self.surplus += self._surplus_of(pages) - before
-        unused = pages[self.refs[pages] == 0]
-        idle = self.cached[unused]
-        self.num_idle += int(idle.sum())
-        self._give_back(unused[~idle])
+        if reserved:
+            self.reserved[pages] -= 1
+        self.surplus += self._surplus_of(shared) - before
+        unused = pages[self.refs[pages] == 0] if len(shared) else pages
+        if self.cached[unused].any():
+            idle = self.cached[unused]
+            self.num_idle += int(idle.sum())
+            unused = unused[~idle]
+        self._give_back(unused)
 
     def set_reserved(self, pages: np.ndarray) -> None:
         """A sequence that holds these pages is from now on a reserved one."""
@@ -92,6 +97,8 @@ class PagePool:
         self._num_free += len(pages)
 
     def _surplus_of(self, pages: np.ndarray) -> int:
+        if not len(pages):
+            return 0
         return int((self.reserved[pages] * (self.refs[pages] > 1)).sum())
 
     def check(self) -> None:

@@ -1,6 +1,7 @@
 """The KV of one sequence as numbers: how long it is, which pages hold it, when it is folded next."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,15 +40,13 @@ class FoldPolicy:
         return self.scorer is not None
 
 
-@dataclass
-class Fold:
-    """One group's part of a ticket: source pages [first, first + len(src)) become `dst`."""
+class Folds(NamedTuple):
+    """Of group groups[i], `num_src` pages from `first` on become `num_dst` others. int32[F] each."""
 
-    group: int
-    first: int
-    src: np.ndarray
-    dst: np.ndarray
-    dst_tier: int
+    groups: np.ndarray
+    first: np.ndarray
+    num_src: np.ndarray
+    num_dst: np.ndarray
 
 
 @dataclass
@@ -55,11 +54,18 @@ class Ticket:
     """Folds of one sequence that were launched and are not yet visible.
 
     commit_at     the folds become visible before token number `commit_at` is computed
+    evicted       int32[G], what `KVState` has under this name from then on; `cold` the same
+    dst           int32[sum of num_dst], destination pages of one fold after the other
+    dst_tier      where they lie
     window_slot   the window that the folds read, held until the commit
     """
 
     commit_at: int
-    folds: list[Fold]
+    evicted: np.ndarray
+    cold: np.ndarray
+    folds: Folds
+    dst: np.ndarray
+    dst_tier: int
     window_slot: int
 
 
@@ -79,8 +85,12 @@ class KVState:
         held          pages held per tier; peak_held: the most so far
         window_slot   query window lent to the sequence, 0: none
         reserve       pages per tier promised at admission; 0 where the sequence takes what is free
+        bound         what it can hold at most once its prompt is behind it, if it evicts
+        copies        destination pages per tier of one whole compaction
         num_cached    tokens taken from the prefix cache at admission
         num_indexed   leading pages the prefix cache was told of; -1: no more, since a fold is visible
+        window_start  token whose query goes to index 0 of the window of the next event, 0 if there is none
+        quiet_until   up to this token count one more token needs nothing but its place: no page, window or fold
 
     All groups stay in phase: what a group has evicted is a multiple of the page size, so every group opens a new
     page at the same token.
@@ -103,15 +113,22 @@ class KVState:
     peak_held: list[int] = field(default_factory=lambda: [0, 0])
     reserve: list[int] = field(default_factory=lambda: [0, 0])
     reserved: bool = False
+    bound: list[int] = field(default_factory=lambda: [0, 0])
+    copies: list[int] = field(default_factory=lambda: [0, 0])
     num_cached: int = 0
     num_indexed: int = 0
     index_key: bytes = b""
     num_compactions: int = 0
+    window_start: int = 0
+    quiet_until: int = 0
+    _next: tuple[int | None, int | None] | None = field(default=None, init=False)
+    _due: tuple[int, Folds] | None = field(default=None, init=False)
 
     def __post_init__(self):
         groups = len(self.policy.budget)
         self.evicted, self.cold, self.num_pages = (np.zeros(groups, np.int32) for _ in range(3))
         self.pages = np.zeros((groups, 8), np.int32)
+        self._groups = np.arange(groups)
 
     @property
     def rows(self) -> np.ndarray:
@@ -127,12 +144,6 @@ class KVState:
     def num_groups(self) -> int:
         return len(self.evicted)
 
-    def count_held(self) -> None:
-        """Bring `held` up to date after pages were replaced."""
-        cold = int(self.cold.sum())
-        self.held = [int(self.num_pages.sum()) - cold, cold]
-        self.peak_held = [max(old, new) for old, new in zip(self.peak_held, self.held, strict=True)]
-
     def tier_pages(self, tier: int) -> np.ndarray:
         """All page ids held in one tier."""
         index = np.arange(self.pages.shape[1])
@@ -147,25 +158,71 @@ class KVState:
 
     def append_pages(self, pages: np.ndarray) -> np.ndarray:
         """Add int32[G, n] pages to the ends of the groups. Returns the table index of each group's first new page."""
-        first, count = self.num_pages.copy(), pages.shape[1]
+        first, count = self.num_pages, pages.shape[1]
         need = int(first.max()) + count
         if need > self.pages.shape[1]:
             self.pages = np.pad(self.pages, ((0, 0), (0, max(need, 2 * self.pages.shape[1]) - self.pages.shape[1])))
-        index = first[:, None] + np.arange(count)
-        np.put_along_axis(self.pages, index, pages, 1)
-        self.num_pages += count
-        self.held[HOT] += pages.size
-        self.peak_held = [max(old, new) for old, new in zip(self.peak_held, self.held, strict=True)]
+        self.pages[self._groups[:, None], first[:, None] + np.arange(count)] = pages
+        self.num_pages = first + count
+        self.hold(HOT, pages.size)
         return first
+
+    def hold(self, tier: int, count: int) -> None:
+        """So many more pages are held."""
+        self.held[tier] += count
+        self.peak_held[tier] = max(self.peak_held[tier], self.held[tier])
+
+    def flying(self, tier: int) -> int:
+        """Destination pages in one tier of the folds in flight."""
+        return len(self.ticket.dst) if self.ticket and self.ticket.dst_tier == tier else 0
+
+    def promised(self, tier: int) -> int:
+        """Pages of the reservation that are not taken yet.
+
+        Cold pages are only ever taken by folds, so those in flight count as taken.
+        """
+        if not self.reserved:
+            return 0
+        return max(0, self.reserve[tier] - self.held[tier] - (self.flying(COLD) if tier == COLD else 0))
 
     def _after_ticket(self) -> tuple[np.ndarray, np.ndarray]:
         """(evicted, cold) as they will be once the folds in flight are visible."""
-        evicted, cold = self.evicted.copy(), self.cold.copy()
-        for fold in self.ticket.folds if self.ticket else ():
-            evicted[fold.group] += (len(fold.src) - len(fold.dst)) * self.page_size
-            if fold.dst_tier == COLD:
-                cold[fold.group] = fold.first + len(fold.dst)
-        return evicted, cold
+        return (self.ticket.evicted, self.ticket.cold) if self.ticket else (self.evicted, self.cold)
+
+    def launch(self, folds: Folds, dst: np.ndarray, dst_tier: int) -> None:
+        """The folds due now are in flight: they fill `dst`, and the window goes with them."""
+        evicted, cold = self.evicted.copy(), self.cold
+        evicted[folds.groups] += (folds.num_src - folds.num_dst) * self.page_size
+        if dst_tier == COLD:
+            cold = cold.copy()
+            cold[folds.groups] = folds.first + folds.num_dst
+        lag = self.policy.lag if self.num_tokens >= self.prompt_len else 0
+        self.ticket = Ticket(self.num_tokens + lag, evicted, cold, folds, dst, dst_tier, self.window_slot)
+        self.window_slot = 0
+        self.folds_changed()
+
+    def upcoming(self) -> tuple[int | None, int | None]:
+        """The next event, and the token from which on its window's queries must be kept (None: they need not)."""
+        if self._next is None or (self._next[0] is not None and self._next[0] <= self.num_tokens):
+            event, policy = self.next_event(), self.policy
+            evicts = event is not None and (policy.cold_after is None or event >= (self._evicts_from() or event + 1))
+            self._next = event, event - policy.window if event is not None and evicts and policy.needs_window else None
+        return self._next
+
+    def folds_changed(self) -> None:
+        """Other folds are due than it seemed. (A commit changes nothing: it was reckoned with since the launch.)"""
+        self._next, self._due, self.quiet_until = None, None, 0
+
+    def note_quiet(self) -> None:
+        """Look ahead to the next token that needs more than its place, so that those before it are planned at once."""
+        event, window_from = self.upcoming()
+        self.window_start = 0 if event is None else event - self.policy.window
+        until = -(-self.num_tokens // self.page_size) * self.page_size
+        if event is not None:
+            until = min(until, event - 1)
+        if window_from is not None and not self.window_slot:
+            until = min(until, window_from)
+        self.quiet_until = until
 
     def next_event(self) -> int | None:
         """The next token count at which rows are folded, a function of the request alone (pressure mode apart).
@@ -175,13 +232,12 @@ class KVState:
         `prefill_period` inside the prompt, or of `period` from the prompt's end on: so every page is full then, and
         the window's tokens all came after the event before.
         """
-        policy, size = self.policy, self.page_size
-        evicted, cold = self._after_ticket()
-        due = []
-        if policy.evicts and self.fold_from is not None:
-            due.append(max(int((evicted + policy.budget).min()) + size, self.fold_from))
+        policy, due = self.policy, []
+        if (evicts_from := self._evicts_from()) is not None:
+            due.append(evicts_from)
         if policy.cold_after is not None:
-            due.append(int((evicted + (cold + 1) * size).min()) + policy.cold_after)
+            evicted, cold = self._after_ticket()
+            due.append(int((evicted + (cold + 1) * self.page_size).min()) + policy.cold_after)
         if not due:
             return None
         at = max(min(due), self.num_tokens + 1)
@@ -192,26 +248,31 @@ class KVState:
             at = -(-max(at, self.prompt_len) // policy.period) * policy.period
         return at if at < self.last else None
 
-    def _evicting(self, num_tokens: int) -> np.ndarray:
-        """bool[G]: groups that are over budget, in full pages, at this token count."""
-        if not self.policy.evicts or self.fold_from is None or num_tokens < self.fold_from:
-            return np.zeros(self.num_groups, bool)
-        return (num_tokens - self._after_ticket()[0]) // self.page_size > self.policy.budget // self.page_size
+    def _evicts_from(self) -> int | None:
+        """Token count from which on some group, folds in flight included, is a full page over its budget."""
+        if not self.policy.evicts or self.fold_from is None:
+            return None
+        return max(int((self._after_ticket()[0] + self.policy.budget).min()) + self.page_size, self.fold_from)
 
-    def evicts_at(self, num_tokens: int) -> bool:
-        """Whether rows are evicted (not only cooled) at this token count."""
-        return bool(self._evicting(num_tokens).any())
+    def due_folds(self, num_tokens: int) -> Folds:
+        """The folds at this token count, the next event: those that evict, then those that only cool."""
+        if self._due is None or self._due[0] != num_tokens:
+            self._due = num_tokens, self._folds_at(num_tokens)
+        return self._due[1]
 
-    def due_folds(self, num_tokens: int) -> list[tuple[int, int, int, int]]:
-        """(group, first page, source pages, destination pages) of the folds at this token count, the next event."""
+    def _folds_at(self, num_tokens: int) -> Folds:
         policy, size = self.policy, self.page_size
-        full = (num_tokens - self.evicted) // size
-        keep = policy.budget // size
-        evict = self._evicting(num_tokens)
-        folds = [(int(g), 0, int(full[g]), int(keep[g])) for g in np.flatnonzero(evict)]
+        evict = num_tokens - self.evicted >= policy.budget + size
+        if not policy.evicts or self.fold_from is None or num_tokens < self.fold_from:
+            evict[:] = False
+        groups = np.flatnonzero(evict)
+        first = np.zeros(len(groups), np.int32)
+        num_src = (num_tokens - self.evicted[groups]) // size
+        num_dst = policy.budget[groups] // size
         if policy.cold_after is not None:
             until = (num_tokens - self.evicted - policy.cold_after) // size
-            for g in np.flatnonzero(~evict & (until > self.cold)):
-                count = int(until[g] - self.cold[g])
-                folds.append((int(g), int(self.cold[g]), count, count))
-        return folds
+            cooled = np.flatnonzero(~evict & (until > self.cold))
+            count = until[cooled] - self.cold[cooled]
+            groups, first = np.concatenate([groups, cooled]), np.concatenate([first, self.cold[cooled]])
+            num_src, num_dst = np.concatenate([num_src, count]), np.concatenate([num_dst, count])
+        return Folds(groups, first, num_src, num_dst)

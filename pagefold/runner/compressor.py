@@ -3,6 +3,7 @@
 from collections import defaultdict
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,8 +78,10 @@ class Compressor:
             num_rows=column(j.num_rows for j in jobs),
             num_tokens=column(j.num_tokens for j in jobs),
             window_slots=column(j.window_slot for j in jobs),
-            dst_pages=column(j.dst_pages for j in jobs),
+            dst_pages=torch.from_numpy(np.stack([j.dst_pages for j in jobs])).to(device, torch.int64),
             dst_tier=jobs[0].dst_tier,
+            max_src=max(j.num_src_pages for j in jobs) * size,
+            max_rows=max(j.num_rows for j in jobs),
         )
 
     def _run_batch(self, jobs: JobBatch, policy: ScorePolicy, keep_rows: int, num_src: int) -> None:

@@ -52,10 +52,11 @@ def batch_of(plan: StepPlan) -> Batch:
     )
 
 
-def forward_inputs(batch: Batch, drawn: Tensor) -> ForwardInputs:
+def forward_inputs(batch: Batch, drawn: Tensor, evicted: np.ndarray) -> ForwardInputs:
     """The batch on the device.
 
-    drawn   int64[slots], the token drawn last for each slot
+    drawn     int64[slots], the token drawn last for each slot
+    evicted   int32[slots, G], on the host
     """
     ends = batch.q_lens.cumsum()
     logits_at = np.repeat(ends - batch.num_logits.cumsum(), batch.num_logits) + np.arange(batch.num_logits.sum())
@@ -76,4 +77,5 @@ def forward_inputs(batch: Batch, drawn: Tensor) -> ForwardInputs:
         host_q_lens=batch.q_lens.tolist(),
         host_slots=batch.slots.tolist(),
         host_seq_lens=batch.seq_lens.tolist(),
+        host_evicted=evicted,
     )

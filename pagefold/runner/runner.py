@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pagefold.backends.base import Backend, KVView
 from pagefold.core.types import SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
@@ -66,6 +65,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.device = kv.page_table.device
         self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=self.device)  # by slot
+        self._evicted = np.zeros(kv.evicted.shape, np.int32)  # the same on the host
 
     @torch.inference_mode()
     def capture(self, sizes: list[int], max_model_len: int) -> None:
@@ -82,7 +82,7 @@ class ModelRunner:
         if self.graphs and self.graphs.fits(batch):
             logits, last, slots = self.graphs.replay(batch)
         else:
-            fwd = forward_inputs(batch, self._drawn)
+            fwd = forward_inputs(batch, self._drawn, self._evicted)
             hidden = self.model.forward(fwd, self.kv, self.backend)
             logits, last, slots = self.model.logits(hidden[fwd.logits_at]), fwd.tokens[fwd.logits_at], fwd.slots
         ends = batch.num_logits.cumsum()
@@ -114,6 +114,7 @@ class ModelRunner:
             kv.page_table.view(-1).index_copy_(0, at, pages.int())
         if len(edits.lengths):
             slot, group, rows, cold = edits.lengths.T.astype(np.int64)
+            self._evicted[slot, group] = rows
             at, rows, cold = upload([slot * num_groups + group, rows, cold], self.device)
             kv.evicted.view(-1).index_copy_(0, at, rows.int())
             kv.cold.view(-1).index_copy_(0, at, cold.int())

@@ -168,6 +168,8 @@ def make_jobs(view: KVView, case: Case, dst_tier: int, keep_pages: int = 1, firs
         window_slots=1 + slots % 2,
         dst_pages=torch.tensor(fresh[: len(found) * keep_pages]).view(len(found), keep_pages),
         dst_tier=dst_tier,
+        max_src=int(num_src.max()),
+        max_rows=int(num_rows.max()),
     )
 
 

@@ -12,13 +12,17 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.backends.reference import Reference
-from pagefold.backends.torch_ops import split_heads
+from pagefold.backends.torch_ops import TorchOps, split_heads
+from pagefold.backends.triton import backend as module
 from pagefold.backends.triton.backend import TritonBackend
-from pagefold.backends.triton.plan import DecodeShape
+from pagefold.backends.triton.layer_ops import append_tile
+from pagefold.backends.triton.plan import DecodeShape, next_power_of_2, plan_batch, tile_tokens
 from pagefold.store.format import FORMATS, Plane, parse_format
 from tests.backend.cases import (
     LAYOUTS,
@@ -28,6 +32,7 @@ from tests.backend.cases import (
     make_batch,
     make_jobs,
     make_keep,
+    make_turn,
     make_view,
     new_queries,
     new_tokens,
@@ -46,7 +51,7 @@ LENGTHS = (1, 7, 8, 45)
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.parametrize("part", ["attention", "append", "scorers", "compaction or pages"])
+@pytest.mark.parametrize("part", ["attention", "append", "layer", "scorers", "compaction or pages"])
 def test_in_the_interpreter(part):
     import triton
 
@@ -162,6 +167,115 @@ def test_append_follows_the_policy_for_extremes(hot):
     TritonBackend().append(ours, 0, tokens.clone(), batch, None)
     Reference().append(theirs, 0, tokens, batch, None)
     assert differing(ours, theirs) == []
+
+
+@interpreted
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("hot, cold", [*ONE_TIER, ("bf16", "int4")])
+def test_append_turns_queries_and_keys(hot, cold, norm):
+    """Up to the order of summation, which may break a tie between two codes otherwise. (The interpreter's casts to
+    bfloat16 cut where the hardware rounds.)"""
+    cut = hot == "bf16"
+    case = Case("mixed", hot, cold, (20, 7, 45), head_dim=64, dtype=torch.bfloat16 if cut else torch.float32)
+    turn, chunks = make_turn(case, 45, norm), [(3, 9), (1, 2), (2, 1)]
+    ours = make_view(case)
+    theirs = copy_of(ours)
+    tokens = new_tokens(ours, case, make_batch(ours, case, chunks))
+    backend, batch = TritonBackend(), make_batch(ours, case, chunks, window=True)
+    q = backend.append(ours, 1, tokens.clone(), batch, turn)
+    truth = Reference().append(theirs, 1, tokens, make_batch(theirs, case, chunks, window=True), turn)
+    limit = {"atol": 2**-6, "rtol": 2**-6} if cut else {"atol": 2e-5, "rtol": 2e-5}
+    torch.testing.assert_close(q, truth, **limit)
+    torch.testing.assert_close(ours.window, theirs.window, **limit)
+    for name, plane in ours.tiers[0].planes.items():
+        expected = theirs.tiers[0].planes[name]
+        if plane.dtype in (torch.uint8, torch.float8_e4m3fn):
+            different = (plane.view(torch.uint8) != expected.view(torch.uint8)).sum()
+            assert different <= 0.01 * len(tokens) * plane.shape[-1], name
+        else:
+            half = {"rtol": 2e-3} if plane.dtype == torch.float16 else {}
+            torch.testing.assert_close(plane, expected, equal_nan=True, **limit | half)
+    attended = backend.attend(ours, 1, q, batch, 0.3)
+    assert torch.equal(attended, backend.attend(ours, 1, q.clone(), batch, 0.3)), "queries rotated on the way differ"
+
+
+@interpreted
+@pytest.mark.parametrize("tile", [(2, 2, 1), (1, 4, 1), (8, 2, 4)])
+@pytest.mark.parametrize("hot", ["fp32", "k4v2"])
+def test_append_writes_the_same_bytes_whatever_the_tile(monkeypatch, hot, tile):
+    """Including tiles with more heads than there are."""
+    monkeypatch.setattr(module, "append_tile", lambda *_: tile)
+    case = Case("mixed", hot, per_head=3, state=STATE, head_dim=64)
+    ours = make_view(case)
+    theirs = copy_of(ours)
+    chunks = [(5, 9), (2, 1), (3, 2), (1, 1)]
+    tokens = new_tokens(ours, case, make_batch(ours, case, chunks))
+    for layer in (0, 3):
+        q = TritonBackend().append(ours, layer, tokens.clone(), make_batch(ours, case, chunks, window=True), None)
+        assert torch.equal(q, split_heads(tokens, 2)[0])
+        Reference().append(theirs, layer, tokens, make_batch(theirs, case, chunks, window=True), None)
+    assert differing(ours, theirs) == []
+
+
+@given(st.integers(1, 20000), st.integers(1, 128), st.integers(1, 64), st.booleans())
+def test_tiles_of_append_are_powers_of_two(num_tokens, num_q, num_kv, rotate):
+    tokens, heads, warps = append_tile(num_tokens, num_q, num_kv, rotate)
+    assert tokens * heads == next_power_of_2(tokens * heads) and heads == next_power_of_2(heads) and warps in (1, 4)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens, width", [(1, 64), (3, 100), (2, 1500)])
+def test_layer_arithmetic(num_tokens, width, dtype):
+    """Numbers that bfloat16 holds, with sums that it holds: what it does to results is cut, not rounded, here."""
+    rng = torch.Generator().manual_seed(0)
+    x, delta = (torch.randint(-64, 64, (num_tokens, width), generator=rng).to(dtype) / 16 for _ in range(2))
+    weight, gate_up = torch.rand(width, generator=rng), torch.cat((x, delta), -1)
+    ours, theirs = TritonBackend(), TorchOps()
+    limit = 2e-5 if dtype == torch.float32 else 2**-7
+    check = lambda a, b: torch.testing.assert_close(a, b, atol=limit, rtol=limit)  # noqa: E731
+    check(ours.rms_norm(x, weight, 1e-5), theirs.rms_norm(x, weight, 1e-5))
+    check(ours.silu_mul(gate_up), theirs.silu_mul(gate_up))
+    other = x.clone()
+    check(ours.add_rms_norm(x, delta, weight, 1e-5), theirs.add_rms_norm(other, delta, weight, 1e-5))
+    assert torch.equal(x, other)
+
+
+@interpreted
+def test_layer_arithmetic_of_parts_of_wider_rows():
+    x = torch.randn(4, 3, 40)
+    ours, theirs = TritonBackend(), TorchOps()
+    torch.testing.assert_close(ours.rms_norm(x[:, 1], x[0, 0], 1e-5), theirs.rms_norm(x[:, 1], x[0, 0], 1e-5))
+    torch.testing.assert_close(ours.silu_mul(x[:, 2]), theirs.silu_mul(x[:, 2]))
+    with pytest.raises(ValueError, match=r"add_rms_norm: x is added to in place.*\(120, 1\)"):
+        ours.add_rms_norm(x[:, 1], x[:, 2], x[0, 0], 1e-5)
+
+
+CHUNKS = Case(lengths=(1, 7, 8, 45, 300), per_head=3)
+CHUNK = st.integers(1, 5).flatmap(lambda slot: st.tuples(st.just(slot), st.integers(1, CHUNKS.lengths[slot - 1])))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(CHUNK, min_size=1, max_size=8))
+def test_tables_of_a_batch_name_every_token_once(chunks):
+    view = make_view(dataclasses.replace(CHUNKS, lengths=(1,)))
+    batch = make_batch(view, CHUNKS, chunks)
+    plan, tile = plan_batch(view, batch), tile_tokens(view)
+    assert plan.token_slots.tolist() == [slot for slot, q_len in chunks for _ in range(q_len)]
+    found = plan.decode.tokens.tolist() if plan.decode else []
+    for token, slot, seq_len in zip(found, *(plan.decode.slots, plan.decode.seq_lens) if plan.decode else ([], [])):
+        assert slot == plan.token_slots[token] and seq_len - 1 == batch.positions[token]
+    assert not plan.decode or plan.decode.max_rows == plan.decode.seq_lens.max()
+    if plan.prefill:
+        rows = []
+        for chunk, first, place in zip(plan.prefill.tile_chunk, plan.prefill.tile_first, plan.prefill.tile_token):
+            start, end = int(batch.q_start[chunk] + first), int(batch.q_start[chunk + 1])
+            tokens = range(start, min(end, start + tile))
+            assert plan.prefill.tokens[place : place + len(tokens)].tolist() == list(tokens)
+            rows.append(batch.positions[tokens[0]])
+            found += tokens
+        assert rows == sorted(rows, reverse=True), "the longest tile goes first"
+    assert sorted(found) == list(range(len(batch.tokens)))
 
 
 @interpreted

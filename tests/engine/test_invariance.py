@@ -58,6 +58,7 @@ def circumstances(draw) -> dict:
         "enable_prefix_caching": draw(st.booleans()),
         "preemption": draw(st.sampled_from(["recompute", "swap"])),
         "kv_swap_bytes": draw(st.sampled_from([0, 1 << 15, 1 << 22])),
+        "plan_ahead": draw(st.booleans()),
     }
 
 

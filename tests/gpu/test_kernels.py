@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="needs the package triton")
 
-from pagefold.backends.base import ForwardInputs, JobBatch, KVView
+from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.reference import Reference
+from pagefold.backends.torch_ops import TorchOps, turned_heads
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.plan import DecodeShape
 from pagefold.store.format import FORMATS, Plane, parse_format
@@ -90,6 +91,77 @@ def test_append(hot, cold):
     for name, found in bytes_of(moved(ours, "cpu")).items():
         different = int((found != theirs[name]).sum())
         assert different <= 2e-3 * 4 * 94 * 64, name
+
+
+def wide_view(format: str, num_tokens: int) -> tuple[KVView, ForwardInputs]:
+    """An empty cache of 3 layers of a model of 32 query heads, and a sequence that is stored all at once; the last 16
+    of its tokens, or fewer, are kept in window slot 1."""
+    pages = -(-num_tokens // 64)
+    store = PageStore(parse_format(format), pages + 1, 24, 64, 128, STATE, "cuda")
+    table = torch.zeros(2, 1, pages, dtype=torch.int32, device="cuda")
+    table[1] = torch.randperm(pages, device="cuda").int() + 1
+    zeros = torch.zeros(2, 1, dtype=torch.int32, device="cuda")
+    columns = torch.arange(24, dtype=torch.int32, device="cuda").view(3, 8)
+    members = torch.stack((columns // 8, columns % 8), -1).view(1, 24, 2)
+    window = torch.full((3, 2, 16, 32, 128), 7.0, dtype=torch.bfloat16, device="cuda")
+    tables = (table, zeros, zeros.clone(), torch.zeros_like(columns), columns, members)
+    view = KVView([store], *tables, window, torch.ones(64, device="cuda"), 64)
+    case = Case(hot=format, lengths=(num_tokens,), num_window=16, head_dim=128)
+    return view, moved(make_batch(view, case, [(1, num_tokens)], window=True))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("num_tokens", [1, 7, 256, 4096])
+@pytest.mark.parametrize("format", [name for name, _ in ONE_TIER])
+def test_append_turns_queries_and_keys(format, num_tokens, norm):
+    """As torch does on the device, up to a last digit of bfloat16 here and there."""
+    torch.manual_seed(0)
+    view, batch = wide_view(format, num_tokens)
+    qkv = torch.randn(num_tokens, 48, 128, device="cuda", dtype=torch.bfloat16) * 3
+    angles = torch.arange(num_tokens, device="cuda")[:, None] * 1e6 ** -torch.linspace(0, 1, 64, device="cuda")
+    weight = torch.rand(2, 128, device="cuda") + 0.5 if norm else None
+    turn = HeadTurn(torch.stack((angles.cos(), angles.sin()), 1), weight, 1e-6)
+    queries, keys, values = turned_heads(qkv.clone(), 8, batch.positions, turn)
+    store, backend = view.tiers[0], TritonBackend()
+    store.planes["state.score"].fill_(1.0)
+    q = backend.append(view, 2, qkv, batch, turn)
+
+    def digits(ours: torch.Tensor, truth: torch.Tensor) -> None:
+        torch.testing.assert_close(ours, truth, rtol=2**-7, atol=1e-3)
+        assert (ours != truth).float().mean() < 1e-2
+
+    digits(q, queries)
+    kept = min(num_tokens, 16)
+    assert torch.equal(view.window[2, 1, :kept], q[-kept:])
+    assert (view.window[:2] == 7).all() and (view.window[2, 0] == 7).all() and (view.window[2, 1, kept:] == 7).all()
+    pages = view.page_table[1, 0].long()
+    for role, codec, truth in (("k", store.format.k, keys), ("v", store.format.v, values)):
+        data, scale = (
+            store.planes[f"{role}_{part}"][pages, 16:].transpose(1, 2).flatten(0, 1) for part in ("data", "scale")
+        )
+        ours = codec.decode(data, scale, torch.float32)[:num_tokens]
+        assert relative(ours, codec.decode(*codec.encode(truth), torch.float32).cpu()) < 1e-2
+    cleared = store.planes["state.score"][pages, 16:].transpose(1, 2).flatten(0, 1)
+    assert (cleared[:num_tokens] == 0).all() and (cleared[num_tokens:] == 1).all()
+    assert (store.planes["state.score"][:, :16] == 1).all(), "rows of other layers"
+    scale = 128**-0.5
+    assert torch.equal(backend.attend(view, 2, q, batch, scale), backend.attend(view, 2, q.clone(), batch, scale))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 256, 4096])
+@pytest.mark.parametrize("hidden, inner", [(1024, 3072), (2560, 9728), (8192, 12288)])
+def test_layer_arithmetic(hidden, inner, num_tokens):
+    torch.manual_seed(0)
+    make = lambda *shape: torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 3  # noqa: E731
+    x, delta, gate_up = make(num_tokens, hidden), make(num_tokens, hidden), make(num_tokens, 2 * inner)
+    weight = torch.rand(hidden, device="cuda") + 0.5
+    ours, theirs = TritonBackend(), TorchOps()
+    check = lambda a, b: torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-5)  # noqa: E731
+    check(ours.rms_norm(x, weight, 1e-6), theirs.rms_norm(x, weight, 1e-6))
+    check(ours.silu_mul(gate_up), theirs.silu_mul(gate_up))
+    other = x.clone()
+    check(ours.add_rms_norm(x, delta, weight, 1e-6), theirs.add_rms_norm(other, delta, weight, 1e-6))
+    assert torch.equal(x, other)
 
 
 @pytest.mark.parametrize("hot, cold", TIERS)

@@ -5,9 +5,11 @@ against one wrong, missing, stale or foreign row gets another row, draws another
 differs from that of `expected_output`, which knows nothing of pages, chunks or neighbours.
 """
 
+from typing import Any
+
 import numpy as np
 
-from pagefold.core.types import Job, SamplingParams, StepPlan, StepResult
+from pagefold.core.types import Job, SampleSpec, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from pagefold.kv.manager import KVGeometry, KVManager
 from pagefold.kv.state import COLD, FoldPolicy
 
@@ -67,9 +69,12 @@ def expected_output(prompt: list[int], policy: FoldPolicy, page_size: int, max_t
 
 
 class SimRunner:
-    """Executes plans; checks that windows hold the right queries and that no page of another is touched."""
+    """Executes plans; checks that windows hold the right queries and that no page of another is touched.
 
-    def __init__(self, geometry: KVGeometry, policies_by_scorer: dict[str, FoldPolicy]):
+    unsound   where this token would be drawn, the logits are not finite
+    """
+
+    def __init__(self, geometry: KVGeometry, policies_by_scorer: dict[str, FoldPolicy], unsound: int | None = None):
         self.geometry = geometry
         self.tiers = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_pages]
         self.host = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_host_pages]
@@ -79,6 +84,8 @@ class SimRunner:
         self.cold = np.zeros((slots, groups), np.int32)
         self.windows: dict[int, dict[int, int]] = {}
         self.policies = policies_by_scorer
+        self.unsound = unsound
+        self.drawn: dict[int, int] = {}  # by slot, the token drawn last
 
     def _where(self, slot: int, group: int, i: int) -> tuple[np.ndarray, tuple[int, int]]:
         page, offset = divmod(i, self.geometry.page_size)
@@ -93,7 +100,15 @@ class SimRunner:
         assert POISON not in out, "a row was read before it was written, or after its page was given back"
         return out
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    @staticmethod
+    def free_pages(manager: KVManager) -> list[np.ndarray]:
+        """bool[pages] per tier: what nobody holds and the prefix cache does not remember."""
+        return [(pool.refs == 0) & ~pool.cached for pool in manager.pools]
+
+    def execute(self, plan: StepPlan, free: list[np.ndarray]) -> StepResult:
+        """`free` are the pages that nobody may read in this step or later, as of when it was planned."""
+        for edits in (plan.edits.pages[:, :3], plan.edits.lengths[:, :2]):
+            assert len(np.unique(edits, axis=0)) == len(edits), "an entry is edited twice"
         slot, group, index, page = plan.edits.pages.T
         self.table[slot, group, index] = page
         slot, group, rows, pages = plan.edits.lengths.T
@@ -101,6 +116,8 @@ class SimRunner:
         for op in plan.swaps:
             src, dst = (self.tiers, self.host) if op.to_host else (self.host, self.tiers)
             dst[op.tier][op.dst_pages] = src[op.tier][op.src_pages]
+        for tier, pages in zip(self.tiers, free, strict=True):
+            tier[pages] = POISON
         ids: list[int | None] = []
         start = 0
         samples = iter(plan.samples)
@@ -110,6 +127,7 @@ class SimRunner:
             row = 0
             for j, token in enumerate(tokens):
                 n = chunk.start + j
+                token = self.drawn[chunk.slot] if token < 0 else token
                 seen = [
                     self._rows(chunk.slot, g, n - self.evicted[chunk.slot, g]) for g in range(self.geometry.num_groups)
                 ]
@@ -124,10 +142,19 @@ class SimRunner:
                         window.clear()
                     window[n - chunk.window_start] = row
             if chunk.num_logits:
-                ids.append(draw(row) if next(samples) is not None else None)
+                ids.append(self._draw(row, chunk.slot, next(samples), chunk.start + chunk.num_tokens))
         for job in plan.jobs:
             self._fold(job, plan)
-        return StepResult(plan.step, ids, [None] * len(ids), {})
+        ranked = lambda token: TokenLogprobs((token,), (0.0,), (1,))  # noqa: E731
+        prompts = {i: [ranked(t) for t in targets] for i, (targets, _) in plan.prompt_targets.items()}
+        return StepResult(plan.step, ids, [None] * len(ids), prompts)
+
+    def _draw(self, row: int, slot: int, spec: SampleSpec | None, position: int) -> int | None:
+        if spec is None:
+            return None
+        assert spec.position == position
+        self.drawn[slot] = draw(row)
+        return None if draw(row) == self.unsound else draw(row)
 
     def _fold(self, job: Job, plan: StepPlan) -> None:
         size = self.geometry.page_size
@@ -144,12 +171,6 @@ class SimRunner:
         dst = self.tiers[job.dst_tier]
         for i, k in enumerate(keep):
             dst[job.dst_pages[i // size], i % size] = src[k]
-
-    def poison_free(self, manager: KVManager) -> None:
-        """What nobody holds and the prefix cache does not remember must never be read again."""
-        for tier, pool in enumerate(manager.pools):
-            free = (pool.refs == 0) & ~pool.cached
-            self.tiers[tier][free] = POISON
 
 
 def fold_policy(
@@ -177,5 +198,5 @@ def fold_policy(
     )
 
 
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+def greedy(max_tokens: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)

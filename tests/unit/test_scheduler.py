@@ -1,25 +1,33 @@
 """Whatever is shared, chunked, preempted, swapped or aborted around it, a request's tokens depend on itself alone."""
 
+import math
 import random
+from collections import deque
+from fractions import Fraction
 from itertools import count
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefold.core.config import SchedulerConfig
-from pagefold.core.types import FinishReason, InputError, Request
+from pagefold.core.types import FinishReason, InputError, Request, StepPlan
 from pagefold.engine.scheduler import Scheduler
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.kv.manager import KVGeometry, KVManager
-from pagefold.kv.state import FoldPolicy
+from pagefold.kv.state import COLD, HOT, FoldPolicy
 from tests.unit.kvsim import SimRunner, expected_output, fold_policy, greedy
 
 SIZE = 4
 
 
 class World:
-    """A scheduler, its memory and a simulated worker, with checks after every step."""
+    """A scheduler, its memory and a simulated worker, with checks after every step.
+
+    ahead     plan a step before the one before it is executed, as the engine does with `plan_ahead`
+    unsound   where this token would be drawn, the logits are not finite
+    """
 
     def __init__(
         self,
@@ -32,33 +40,44 @@ class World:
         host=400,
         prefix=True,
         preemption="recompute",
+        ahead=False,
+        unsound=None,
     ):
         geometry = KVGeometry((pages,) * tiers, (host,) * tiers, (1,) * tiers, groups, SIZE, seqs, windows)
         self.manager = KVManager(geometry, prefix)
         self.scheduler = Scheduler(SchedulerConfig(seqs, max_tokens, preemption=preemption), self.manager)
         self.policies: dict[str, FoldPolicy] = {}
-        self.runner = SimRunner(geometry, self.policies)
+        self.runner = SimRunner(geometry, self.policies, unsound)
+        self.ahead = ahead
+        self.in_flight: deque[tuple[StepPlan, list[np.ndarray]]] = deque()
         self.arrivals = count()
 
-    def add(self, prompt: list[int], policy: FoldPolicy, max_tokens: int, priority: int = 0) -> Sequence:
+    def add(self, prompt: list[int], policy: FoldPolicy, max_tokens: int, priority=0, stop=(), **options) -> Sequence:
         self.manager.check_fits(policy, len(prompt), len(prompt) + max_tokens - 1)
         if policy.scorer:
             self.policies[policy.scorer] = policy
         n = next(self.arrivals)
-        request = Request(str(n), tuple(prompt), greedy(max_tokens), priority)
-        seq = Sequence(request, policy, n, 0, frozenset(), (), max_tokens)
+        request = Request(str(n), tuple(prompt), greedy(max_tokens, stop_token_ids=stop, **options), priority)
+        seq = Sequence(request, policy, n, 0, frozenset(stop), (), max_tokens)
         self.scheduler.add(seq)
         return seq
 
     def step(self) -> bool:
         plan = self.scheduler.plan()
-        if plan is None:
+        if plan is not None:
+            assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+            self.in_flight.append((plan, self.runner.free_pages(self.manager)))
+        self.check()
+        if not self.in_flight:
             return False
-        assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
-        self.scheduler.update(self.runner.execute(plan))
-        self.manager.check()
-        self.runner.poison_free(self.manager)
+        if plan is None or not self.ahead or len(self.in_flight) > 1:
+            self.scheduler.update(self.runner.execute(*self.in_flight.popleft()))
+            self.check()
         return True
+
+    def check(self) -> None:
+        self.manager.check()
+        assert_totals(self.manager)
 
     def run(self, limit=5000) -> None:
         for _ in range(limit):
@@ -75,8 +94,34 @@ class World:
         assert not self.manager.live
 
 
-def assert_right(seq: Sequence) -> None:
-    assert seq.output == expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens)
+def assert_totals(manager: KVManager) -> None:
+    """What the ledger keeps up to date is what counting all over again gives."""
+    ledger, live = manager.ledger, manager.live
+    folding = [kv for kv in live if any(kv.copies)]
+    expected = sum((Fraction(kv.policy.lag + 1, kv.policy.period) for kv in folding), Fraction(0))
+    jobs = min(1 + math.ceil(Fraction(3, 2) * expected), len(folding))
+    for tier in (HOT, COLD):
+        flying = {kv: len(kv.ticket.dst) if kv.ticket and kv.ticket.dst_tier == tier else 0 for kv in live}
+        taken = {kv: kv.held[tier] + (flying[kv] if tier == COLD else 0) for kv in live}
+        assert ledger.flying[tier] == sum(flying.values())
+        assert ledger.promised[tier] == sum(max(0, kv.reserve[tier] - taken[kv]) for kv in live if kv.reserved)
+        assert ledger.spare()[tier] == jobs * max((kv.copies[tier] for kv in folding), default=0)
+    for kv in live:
+        cold = int(kv.cold.sum())
+        assert kv.held == [int(kv.num_pages.sum()) - cold, cold]
+        event = kv.next_event()
+        assert kv.upcoming()[0] == event and kv.quiet_until <= int(kv.num_pages[0] * SIZE + kv.evicted[0])
+        assert event is None or kv.quiet_until < event
+
+
+def assert_right(seq: Sequence, unsound: int | None = None) -> None:
+    whole = expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens)
+    ends = [i for i, token in enumerate(whole) if token in seq.stop_ids or token == unsound]
+    error = bool(ends) and whole[ends[0]] == unsound
+    assert seq.output == (whole[: ends[0] + (not error)] if ends else whole)
+    assert (seq.error is not None) == error
+    if seq.request.sampling.prompt_logprobs is not None:
+        assert [entry.ids[0] for entry in seq.prompt_logprobs] == list(seq.request.prompt[1:])
 
 
 @st.composite
@@ -97,7 +142,7 @@ def policies(draw, groups: int, tiers: int, pressure: bool):
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=250)
 @given(st.data())
 def test_output_depends_on_the_request_alone(data):
     """Any policies, chunk sizes, pools, priorities, shared prefixes, forced preemptions: the same tokens."""
@@ -113,6 +158,8 @@ def test_output_depends_on_the_request_alone(data):
         host=data.draw(st.sampled_from([1, 400])),
         prefix=data.draw(st.booleans()),
         preemption=data.draw(st.sampled_from(["recompute", "swap"])),
+        ahead=data.draw(st.booleans()),
+        unsound=data.draw(st.sampled_from([None, None, 7])),
     )
     trunk = [random.Random(1).randrange(50) for _ in range(40)]
     seqs = []
@@ -121,32 +168,36 @@ def test_output_depends_on_the_request_alone(data):
         prompt = trunk[:shared] + data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=14))
         policy = data.draw(policies(groups, tiers, pressure=False))
         max_tokens, priority = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 1))
+        options = {"stop": data.draw(st.sampled_from([(), (), (3, 11)]))}
+        options |= {"prompt_logprobs": data.draw(st.sampled_from([None, None, 0]))}
         try:
-            seqs.append(world.add(prompt, policy, max_tokens, priority))
+            seqs.append(world.add(prompt, policy, max_tokens, priority, **options))
         except InputError:
             continue
-    forced = data.draw(st.lists(st.integers(0, 5), max_size=20))
-    for victim in forced:
+    forced = data.draw(st.lists(st.sets(st.integers(0, 5)), max_size=20))
+    for victims in forced:
         if not world.step():
             break
-        running = world.scheduler.running
-        if victim < len(running):
-            seq = running[victim]
+        running = list(world.scheduler.running)
+        for seq in (running[victim] for victim in victims if victim < len(running)):
             if world.scheduler.can_preempt(seq):
                 world.scheduler.preempt(seq)
-                world.manager.check()
+                world.check()
     world.run()
     for seq in seqs:
-        assert_right(seq)
+        assert_right(seq, world.runner.unsound)
 
 
-@settings(max_examples=100)
+@settings(max_examples=150)
 @given(st.data())
 def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
     """Cancel at any moment, folds in flight included; pressure mode in the mix."""
     groups = data.draw(st.sampled_from([1, 2]))
     world = World(
-        groups=groups, pages=data.draw(st.integers(26, 50)) * groups, max_tokens=data.draw(st.integers(2, 20))
+        groups=groups,
+        pages=data.draw(st.integers(26, 50)) * groups,
+        max_tokens=data.draw(st.integers(2, 20)),
+        ahead=data.draw(st.booleans()),
     )
     seqs = []
     for _ in range(data.draw(st.integers(2, 6))):
@@ -157,7 +208,7 @@ def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
         if victim < len(seqs):
             world.scheduler.finish(seqs[victim], FinishReason.ABORT)
             aborted.add(victim)
-            world.manager.check()
+            world.check()
         world.step()
     world.run()
     for i, seq in enumerate(seqs):
@@ -234,6 +285,19 @@ def test_preemption_under_load_gives_the_tokens_of_an_unloaded_run():
         assert_right(seq)
         assert seq.num_cached in (0, 8)
     assert world.scheduler.stats.prefix_hits == sum(seq.num_cached for seq in seqs)
+
+
+def test_nobody_is_preempted_for_pages_that_a_result_in_flight_will_free():
+    world = World(pages=15, prefix=False, ahead=True)
+    policy = fold_policy(SIZE, [1], scorer=None)
+    seqs = [
+        world.add([i] * length, policy, max_tokens)
+        for i, (length, max_tokens) in enumerate([(13, 11), (7, 12), (5, 19)])
+    ]
+    world.run()
+    assert world.scheduler.stats.preemptions == 0
+    for seq in seqs:
+        assert_right(seq)
 
 
 def test_pressure_mode_keeps_every_row_while_memory_is_ample():

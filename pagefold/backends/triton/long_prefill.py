@@ -9,7 +9,6 @@ read once, against thousands of queries. Partial results are merged by their log
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -98,9 +97,8 @@ class LongPrefill:
         self._group_of: list[list[int]] = []
         self._heads: dict[tuple[int, ...], Tensor] = {}
 
-    def plan(self, kv: KVView, fwd: ForwardInputs, evicted: Sequence[Sequence[int]] | None = None) -> list[LongChunk]:
-        """`evicted` is `kv.evicted` on the host, [slots][G]; without it, a batch that may have a long chunk waits for
-        the device to read it."""
+    def plan(self, kv: KVView, fwd: ForwardInputs) -> list[LongChunk]:
+        """Without `fwd.host_evicted`, a batch that may have a long chunk waits for the device to read it."""
         starts = [0]
         for q_len in fwd.host_q_lens:
             starts.append(starts[-1] + q_len)
@@ -111,7 +109,7 @@ class LongPrefill:
                 continue
             if BLOCK_ROWS % kv.page_size or not has_prefix_attention(kv):
                 continue
-            dropped = kv.evicted[slot].tolist() if evicted is None else evicted[slot]
+            dropped = (kv.evicted if fwd.host_evicted is None else fwd.host_evicted)[slot].tolist()
             covered = [max(past - int(rows), 0) // BLOCK_ROWS * BLOCK_ROWS for rows in dropped]
             if q_len * max(covered) >= MIN_PAIRS:
                 found.append(self._chunk(kv, fwd, index, starts[index], covered))

@@ -1,9 +1,11 @@
 """What is decided on the host: kernel shapes, constants of the codecs, splits, and the index tables of a batch."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,13 +49,18 @@ def multiprocessors() -> int:
 
 
 def decode_shape(v: DeviceCodec, head_dim: int) -> DecodeShape:
-    """Channels of a piece of V are what warps share; with less than 16 each they do the same work twice."""
-    warps = max(1, min(4, head_dim // v.num_pieces // 32))
-    return DecodeShape(tile=64, warps=warps, stages=3, programs=multiprocessors() * 16 // warps)
+    """Channels of a piece of V are what warps share; with less than 16 each they do the same work twice. Rows that are
+    read as one piece are wide, so that two stages of them are as many bytes in flight as three of packed ones."""
+    warps = max(1, min(4, head_dim // v.num_pieces // 16))
+    stages = 2 if v.num_pieces == 1 else 3
+    return DecodeShape(tile=64, warps=warps, stages=stages, programs=multiprocessors() * 16 // warps)
 
 
-def prefill_shape(head_dim: int) -> Shape:
-    return Shape(tile=64, warps=8 if head_dim >= 128 else 4, stages=2)
+def prefill_shape(v: DeviceCodec, head_dim: int) -> Shape:
+    """Rows of one piece cost nothing to unpack and are waited for: a stage more. Those of many are short, and longer
+    tiles spread what is done once a tile."""
+    warps = 8 if head_dim >= 128 else 4
+    return Shape(tile=128 if v.num_pieces >= 4 else 64, warps=warps, stages=3 if v.num_pieces == 1 else 2)
 
 
 def interpreted() -> bool:
@@ -95,6 +102,17 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def tile_tokens(kv: KVView) -> int:
+    """Tokens of a tile of queries in prefill: 128 rows with the query heads of a KV head."""
+    per_head = kv.window.shape[3] // kv.group_of.shape[1]
+    return max(1, 128 // next_power_of_2(per_head))
+
+
+def num_splits(shape: DecodeShape, programs: int, max_rows: int) -> int:
+    """Splits of a head's rows: enough to fill the device, none shorter than `min_rows`."""
+    return max(1, min(-(-shape.programs // programs), max_rows // shape.min_rows))
+
+
 @dataclass
 class DecodePart:
     """The chunks of one token: their tokens, slots and lengths, int64[b] each, and the splits of each head's rows."""
@@ -122,39 +140,64 @@ class PrefillPart:
 class BatchPlan:
     """Tables of one batch, the same for every layer.
 
+    planes        of each tier: rows of k_data, k_scale, v_data, v_scale
     token_slots   int64[T]
+    appended      what `append` returned last, and the same queries in the rotated frame, if a tier stores K in it
+    long          chunks that `long_prefill` attends to
     """
 
     kv: KVView
+    planes: list[list[Tensor]]
     token_slots: Tensor
     decode: DecodePart | None
     prefill: PrefillPart | None
+    appended: tuple[Tensor, Tensor] | None = None
+    long: Sequence[Any] = ()
 
 
-def plan_batch(kv: KVView, fwd: ForwardInputs, tile_tokens: int) -> BatchPlan:
-    """Of a batch of single tokens, padding included, every table is an input as it is: nothing is copied to the device,
-    and the lengths on the host only bound the number of splits. So a captured graph stays valid for other lengths."""
-    q_lens = fwd.host_q_lens
-    if all(q_len == 1 for q_len in q_lens):
-        part = DecodePart(fwd.q_start[:-1], fwd.slots, fwd.seq_lens, max(fwd.host_seq_lens))
-        return BatchPlan(kv, fwd.slots, part, None)
-    device = fwd.slots.device
-    tensor = lambda values: torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)  # noqa: E731
-    token_slots = tensor([slot for slot, q_len in zip(fwd.host_slots, q_lens) for _ in range(q_len)])
-    starts = [0]
-    for q_len in q_lens:
-        starts.append(starts[-1] + q_len)
-    single = [b for b, q_len in enumerate(q_lens) if q_len == 1]
-    decode = None
-    if single:
-        index = tensor(single)
-        longest = max(fwd.host_seq_lens[b] for b in single)
-        decode = DecodePart(tensor([starts[b] for b in single]), fwd.slots[index], fwd.seq_lens[index], longest)
-    tiles, tokens = [], []
-    for b, q_len in enumerate(q_lens):
-        if q_len > 1:
-            tiles += [(b, first, len(tokens) + first) for first in range(0, q_len, tile_tokens)]
-            tokens += range(starts[b], starts[b + 1])
-    tiles.sort(key=lambda tile: -(fwd.host_seq_lens[tile[0]] - q_lens[tile[0]] + tile[1]))  # longest first
-    chunk, first, token = (tensor(column) for column in zip(*tiles))
-    return BatchPlan(kv, token_slots, decode, PrefillPart(chunk, first, token, tensor(tokens)))
+def plan_batch(kv: KVView, fwd: ForwardInputs, apart: Sequence[int] = ()) -> BatchPlan:
+    """`apart` are chunks that get no part of their own.
+
+    Of a batch of single tokens, padding included, every table is an input as it is: nothing is copied to the device,
+    and the lengths on the host only bound the number of splits. So a captured graph stays valid for other lengths.
+    The tables of any other batch are made here and go to the device in one copy."""
+    names = ("k_data", "k_scale", "v_data", "v_scale")
+    planes = [[store.rows(name) for name in names] for store in kv.tiers]
+    q_lens, slots, seq_lens = (np.array(x, np.int64) for x in (fwd.host_q_lens, fwd.host_slots, fwd.host_seq_lens))
+    if (q_lens == 1).all():
+        part = DecodePart(fwd.q_start[:-1], fwd.slots, fwd.seq_lens, int(seq_lens.max()))
+        return BatchPlan(kv, planes, fwd.slots, part, None)
+    starts = q_lens.cumsum() - q_lens
+    single, long = np.flatnonzero(q_lens == 1), np.setdiff1d(np.flatnonzero(q_lens > 1), apart)
+    tables = [np.repeat(slots, q_lens), starts[single], slots[single], seq_lens[single]]
+    tables += _prefill_tables(long, starts[long], q_lens[long], seq_lens[long], tile_tokens(kv))
+    token_slots, *of_single, chunk, first, place, tokens = _uploaded(tables, fwd.slots.device)
+    decode = DecodePart(*of_single, max_rows=int(seq_lens[single].max())) if len(single) else None
+    prefill = PrefillPart(chunk, first, place, tokens) if len(long) else None
+    return BatchPlan(kv, planes, token_slots, decode, prefill)
+
+
+def _prefill_tables(
+    chunks: np.ndarray, starts: np.ndarray, q_lens: np.ndarray, seq_lens: np.ndarray, tile: int
+) -> list[np.ndarray]:
+    """The tables of `PrefillPart` for chunks of a batch, given their first tokens in it; longest tiles first."""
+    partial_starts = q_lens.cumsum() - q_lens  # of each chunk among the partial results
+    num_tiles = -(-q_lens // tile)
+    each = np.repeat(np.arange(len(chunks)), num_tiles)
+    first = (np.arange(len(each)) - (num_tiles.cumsum() - num_tiles)[each]) * tile
+    order = np.argsort((q_lens - seq_lens)[each] - first, kind="stable")
+    each, first = each[order], first[order]
+    tokens = np.arange(q_lens.sum()) + np.repeat(starts - partial_starts, q_lens)
+    return [chunks[each], first, partial_starts[each] + first, tokens]
+
+
+def _uploaded(tables: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """int64 tables on a device, by one copy that nothing waits for. Each starts at a multiple of 16 bytes, which
+    kernels are compiled for."""
+    ends = np.cumsum([len(table) + len(table) % 2 for table in tables])
+    packed = torch.empty(int(ends[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
+    views = [slice(end - len(table) - len(table) % 2, end - len(table) % 2) for table, end in zip(tables, ends)]
+    for table, view in zip(tables, views):
+        packed.numpy()[view] = table
+    there = packed.to(device, non_blocking=True)
+    return [there[view] for view in views]

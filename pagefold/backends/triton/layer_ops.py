@@ -1,0 +1,226 @@
+"""What lies between a layer's matrix products, a kernel each: norms, gates, and heads on their way to the cache."""
+
+import torch
+from torch import Tensor
+
+from pagefold.backends.triton.plan import next_power_of_2
+from pagefold.store.lowbit import device_hadamard
+from pagefold.store.shim import jit, tl, triton
+
+
+@jit
+def norm_rows(x, delta, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (T): out = RMS norm of x [T, n], or, with ADD, of x += delta, which is rounded and stored first."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.arange(0, BLOCK)
+    ok = o_n < n
+    b_x = tl.load(x + i_t * n + o_n, mask=ok, other=0.0)
+    if ADD:
+        b_delta = tl.load(delta + i_t * n + o_n, mask=ok, other=0.0)
+        b_x = (b_x.to(tl.float32) + b_delta.to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(x + i_t * n + o_n, b_x, mask=ok)
+    wide = b_x.to(tl.float32)
+    b_w = tl.load(weight + o_n, mask=ok, other=0.0)
+    tl.store(out + i_t * n + o_n, wide * tl.rsqrt(tl.sum(wide * wide, 0) / n + eps) * b_w, mask=ok)
+
+
+@jit
+def gate_rows(gate_up, out, n, BLOCK: tl.constexpr):
+    """Grid (T, n / BLOCK): out[T, n] = silu(gate) * up of gate_up[T, 2 n], gate first."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = o_n < n
+    gate = tl.load(gate_up + i_t * 2 * n + o_n, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + i_t * 2 * n + n + o_n, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + i_t * n + o_n, gate / (1.0 + tl.exp(-gate)) * up, mask=ok)
+
+
+@jit
+def turned_halves(
+    x, at, ok, position, cos_sin, weight, eps, D: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """Heads at x + at[N], normed and rotated as `turned_heads` says, in x's dtype: channels [0, D / 2) and the rest,
+    [N, D / 2] each."""
+    o_d = tl.arange(0, D // 2)
+    p_x = x + at[:, None] + o_d[None, :]
+    first = tl.load(p_x, mask=ok[:, None], other=0.0)
+    second = tl.load(p_x + D // 2, mask=ok[:, None], other=0.0)
+    if TURN:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        if NORM:
+            squares = tl.sum(first * first + second * second, 1)
+            scale = tl.rsqrt(squares / D + eps)[:, None]
+            first = first * scale * tl.load(weight + o_d)[None, :]
+            second = second * scale * tl.load(weight + D // 2 + o_d)[None, :]
+        p_c = cos_sin + position[:, None] * D + o_d[None, :]
+        cos = tl.load(p_c, mask=ok[:, None], other=0.0)
+        sin = tl.load(p_c + D // 2, mask=ok[:, None], other=0.0)
+        turned = first * cos - second * sin
+        second = (second * cos + first * sin).to(x.dtype.element_ty)
+        first = turned.to(x.dtype.element_ty)
+    return first, second
+
+
+@jit
+def joined_halves(first, second, N: tl.constexpr, D: tl.constexpr):
+    """float32[N, D]"""
+    halves = tl.join(first.to(tl.float32), second.to(tl.float32))
+    return tl.reshape(tl.permute(halves, (0, 2, 1)), (N, D))
+
+
+@jit(do_not_specialize=["layer", "num_tokens", "num_pages", "num_groups", "max_pages", "num_windows"])
+def append_heads(
+    qkv,
+    q,
+    q_rotated,
+    window,
+    k_data,
+    k_scale,
+    v_data,
+    v_scale,
+    states,
+    positions,
+    token_slots,
+    window_slots,
+    window_index,
+    page_table,
+    evicted,
+    group_of,
+    column_of,
+    cos_sin,
+    weight,
+    eps,
+    layer,
+    num_tokens,
+    num_pages,
+    num_groups,
+    max_pages,
+    num_windows,
+    HQ: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PS: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    TURN: tl.constexpr,
+    NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    STATE_WIDTHS: tl.constexpr,
+    STORE_K: tl.constexpr,
+    K_OPTIONS: tl.constexpr,
+    STORE_V: tl.constexpr,
+    V_OPTIONS: tl.constexpr,
+):
+    """Grid (T / BT * parts): BT tokens and BH heads of the same kind, in parts of the query heads, the key heads, then
+    the value heads of qkv [T, HQ + 2 H, D].
+
+    q           [T, HQ, D], queries as attention needs them
+    q_rotated   float32[T, HQ, D], their Hadamard transform; only written with ROTATE
+    window      [L, window slots, WINDOW, HQ, D], as in `KVView`; not written where WINDOW is 0
+    states      planes whose rows are cleared, STATE_WIDTHS entries a row
+    cos_sin     float32[positions, 2, D / 2], looked at with TURN
+    weight      float32[2, D], looked at with NORM
+    """
+    N: tl.constexpr = BT * BH
+    Q_PARTS: tl.constexpr = (HQ + BH - 1) // BH
+    KV_PARTS: tl.constexpr = (H + BH - 1) // BH
+    PARTS: tl.constexpr = Q_PARTS + 2 * KV_PARTS
+    i_p = tl.program_id(0) % PARTS
+    item = tl.arange(0, N)
+    i_t = (tl.program_id(0) // PARTS).to(tl.int64) * BT + item // BH
+    token_ok = i_t < num_tokens
+    position = tl.load(positions + i_t, mask=token_ok, other=0)
+    o_d = tl.arange(0, D // 2)
+
+    if i_p < Q_PARTS:
+        i_h = i_p * BH + item % BH
+        ok = token_ok & (i_h < HQ)
+        at = (i_t * (HQ + 2 * H) + i_h) * D
+        first, second = turned_halves(qkv, at, ok, position, cos_sin, weight, eps, D, TURN, NORM)
+        to = (i_t * HQ + i_h) * D
+        p_q = q + to[:, None] + o_d[None, :]
+        tl.store(p_q, first, mask=ok[:, None])
+        tl.store(p_q + D // 2, second, mask=ok[:, None])
+        if ROTATE:
+            rotated = device_hadamard(joined_halves(first, second, N, D), N, D)
+            tl.store(q_rotated + to[:, None] + tl.arange(0, D)[None, :], rotated, mask=ok[:, None])
+        if WINDOW > 0:
+            slot = tl.load(window_slots + i_t, mask=token_ok, other=0)
+            index = tl.load(window_index + i_t, mask=token_ok, other=0)
+            kept = (ok & (slot > 0))[:, None]
+            entry = ((layer * num_windows + slot) * WINDOW + index) * HQ + i_h
+            p_w = window + entry[:, None] * D + o_d[None, :]
+            tl.store(p_w, first, mask=kept)
+            tl.store(p_w + D // 2, second, mask=kept)
+    else:
+        i_h = (i_p - Q_PARTS) % KV_PARTS * BH + item % BH
+        ok = token_ok & (i_h < H)
+        slot = tl.load(token_slots + i_t, mask=ok, other=0)
+        line = slot * num_groups + tl.load(group_of + layer * H + i_h, mask=ok, other=0)
+        index = position - tl.load(evicted + line, mask=ok, other=0)
+        page = tl.load(page_table + line * max_pages + index // PS, mask=ok, other=0)
+        column = tl.load(column_of + layer * H + i_h, mask=ok, other=0).to(tl.int64)
+        row = (column * num_pages + page) * PS + index % PS
+        if i_p < Q_PARTS + KV_PARTS:
+            at = (i_t * (HQ + 2 * H) + HQ + i_h) * D
+            first, second = turned_halves(qkv, at, ok, position, cos_sin, weight + D, eps, D, TURN, NORM)
+            STORE_K(k_data, k_scale, row, ok, joined_halves(first, second, N, D), D, K_OPTIONS)
+            for i in tl.static_range(len(STATE_WIDTHS)):
+                o_w = tl.arange(0, triton.next_power_of_2(STATE_WIDTHS[i]))
+                mask = ok[:, None] & (o_w < STATE_WIDTHS[i])[None, :]
+                tl.store(states[i] + row[:, None] * STATE_WIDTHS[i] + o_w[None, :], 0, mask=mask)
+        else:
+            at = (i_t * (HQ + 2 * H) + HQ + H + i_h) * D
+            b_v = tl.load(qkv + at[:, None] + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0)
+            STORE_V(v_data, v_scale, row, ok, b_v.to(tl.float32), D, V_OPTIONS)
+
+
+def append_tile(num_tokens: int, num_q: int, num_kv: int, rotate: bool) -> tuple[int, int, int]:
+    """(tokens, heads, warps) of a program of `append_heads`: one head while that does not fill the device, then 8 a
+    warp, which is two loads of 16 bytes a lane for each half of 16-bit heads of 128 channels.
+
+    Where heads are rotated, 4: that takes registers, and single warps, as more exchange numbers through shared memory.
+    """
+    num_items = num_tokens * (num_q + 2 * num_kv)
+    warps = 4 if num_items > 65536 and not rotate else 1
+    items = 1 if num_items <= 4096 else 4 if rotate else 8 * warps
+    heads = min(items, next_power_of_2(num_kv), 8)
+    return items // heads, heads, warps
+
+
+class TritonOps:
+    """The layers' part of the backend: float32 inside, rounded once, on contiguous rows."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return _normed(x.contiguous(), None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not x.is_contiguous():
+            raise ValueError(
+                f"add_rms_norm: x is added to in place and must be contiguous; its strides are {x.stride()}"
+            )
+        return _normed(x, delta.contiguous(), weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        num_tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty(num_tokens, n, dtype=gate_up.dtype, device=gate_up.device)
+        block = 1024 if num_tokens <= 64 else 2048  # many small programs while they are few
+        gate_rows[(num_tokens, triton.cdiv(n, block))](gate_up.contiguous(), out, n, BLOCK=block, num_warps=4)
+        return out
+
+
+def _normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    out, block = torch.empty_like(x), next_power_of_2(x.shape[-1])
+    norm_rows[(len(x),)](
+        x,
+        x if delta is None else delta,
+        weight,
+        out,
+        x.shape[-1],
+        eps,
+        ADD=delta is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),  # 16 numbers a lane
+    )
+    return out
