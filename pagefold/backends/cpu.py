@@ -1,8 +1,8 @@
-"""Vectorised torch, and a C kernel for decode where one can be built.
+"""Vectorised torch, and C kernels for decode, appends, norms and activations where they can be built.
 
-Appends are scatters by flat row index, attention of longer chunks gathers a sequence's rows and runs torch's flash
-attention, compactions are gathers and scatters. Rotated rows are read as they are stored: the query is rotated and
-the output is un-rotated instead.
+Attention of longer chunks gathers a sequence's rows and runs torch's flash attention, compactions are gathers and
+scatters, and so are appends without a kernel. Rotated rows are read as they are stored: the query is rotated and the
+output is un-rotated instead.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagefold.backends import cpu_decode
+from pagefold.backends import cpu_append, cpu_decode, cpu_layers
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.torch_ops import TorchOps, turned_heads
 from pagefold.store.format import RowCodec
@@ -31,7 +31,7 @@ class HeadSet:
 
 
 class Bound:
-    """What this backend derives from a KVView once: its layout as lists, and the decode kernel."""
+    """What this backend derives from a KVView once: its layout as lists, and the kernels."""
 
     def __init__(self, kv: KVView):
         self.kv = kv
@@ -44,6 +44,7 @@ class Bound:
         self.hot_rows = {name: hot.rows(name) for name, plane in hot.layout.items() if plane.width}
         self.hot_state = [rows for name, rows in self.hot_rows.items() if name.startswith("state.")]
         self.decode = cpu_decode.bind(kv)
+        self.append = cpu_append.bind(kv)
 
 
 @dataclass
@@ -61,17 +62,17 @@ class Span:
 class Plan:
     """The addresses of one batch, the same for every layer.
 
-    rows     L times int64[T * H]   flat row in the hot planes for each new row
+    append   the new tokens, for the C kernel
     spans    chunks that torch attends to
     decode   (tokens, slots, seq_lens), int64 each, of the chunks of one token that the C kernel attends to, or None
-    kept     int64[W], tokens whose queries go to a window, or None
+    rows     L times int64[T * H], flat row in the hot planes for each new row; None until torch has to append
     """
 
     kv: KVView
-    rows: list[Tensor]
+    append: cpu_append.Batch
     spans: list[Span]
     decode: tuple[Tensor, Tensor, Tensor] | None
-    kept: Tensor | None
+    rows: list[Tensor] | None = None
 
 
 def _raw(plane: Tensor) -> Tensor:
@@ -146,6 +147,18 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.lerp(own, before, share)
 
 
+def _new_rows(bound: Bound, fwd: ForwardInputs) -> list[Tensor]:
+    """Where the new tokens' rows lie: `Plan.rows`."""
+    kv = bound.kv
+    slots = fwd.slots.repeat_interleave(torch.tensor(fwd.host_q_lens))
+    row = fwd.positions[:, None] - kv.evicted[slots]  # [T, G]
+    page = kv.page_table[slots[:, None], torch.arange(row.shape[1]), row // kv.page_size].long()
+    base = page * kv.page_size + row % kv.page_size
+    column_rows = kv.tiers[0].num_pages * kv.page_size
+    rows = base[:, bound.group_of].transpose(0, 1) + (bound.column_of * column_rows)[:, None]
+    return list(rows.flatten(1))
+
+
 class CpuBackend(TorchOps):
     name = "cpu"
 
@@ -163,19 +176,9 @@ class CpuBackend(TorchOps):
         bound = self._bind(kv)
         q_lens = torch.tensor(fwd.host_q_lens)
         firsts = q_lens.cumsum(0) - q_lens
-        position = torch.arange(len(fwd.tokens)) + (fwd.seq_lens - q_lens - firsts).repeat_interleave(q_lens)
-        slots = fwd.slots.repeat_interleave(q_lens)
-        row = position[:, None] - kv.evicted[slots]  # [T, G]
-        groups = torch.arange(row.shape[1])
-        page = kv.page_table[slots[:, None], groups, row // kv.page_size].long()
-        base = page * kv.page_size + row % kv.page_size
-        column_rows = kv.tiers[0].num_pages * kv.page_size
-        rows = base[:, bound.group_of].transpose(0, 1) + (bound.column_of * column_rows)[:, None]
-
         ones = (q_lens == 1).nonzero()[:, 0] if bound.decode else q_lens[:0]
         decode = (firsts[ones], fwd.slots[ones], fwd.seq_lens[ones]) if len(ones) else None
-        kept = fwd.window_slots.nonzero()[:, 0] if fwd.keeps_window else None
-        plan = Plan(kv, list(rows.flatten(1)), [], decode, kept)
+        plan = Plan(kv, cpu_append.Batch.of(fwd, fwd.slots.repeat_interleave(q_lens)), [], decode)
         for b, (slot, q_len, seq_len) in enumerate(zip(fwd.host_slots, fwd.host_q_lens, fwd.host_seq_lens)):
             if q_len > 1 or not bound.decode:
                 num_rows = [seq_len - evicted for evicted in kv.evicted[slot].tolist()]
@@ -186,23 +189,20 @@ class CpuBackend(TorchOps):
 
     def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
         plan, bound = self._plan(kv, fwd), self._bind(kv)
-        rows = plan.rows[layer]
+        if bound.append and qkv.dtype == bound.append.dtype:
+            return bound.append(layer, qkv, plan.append, turn)
+        if plan.rows is None:
+            plan.rows = _new_rows(bound, fwd)
         q, k, v = turned_heads(qkv, kv.group_of.shape[1], fwd.positions, turn)
         codecs = kv.tiers[0].format
-        if codecs.k == codecs.v:
-            (k_data, v_data), (k_scale, v_scale) = codecs.k.encode(torch.stack((k, v)))
-        else:
-            (k_data, k_scale), (v_data, v_scale) = codecs.k.encode(k), codecs.v.encode(v)
-        parts = {"k_data": k_data, "k_scale": k_scale, "v_data": v_data, "v_scale": v_scale}
-        for name, plane in bound.hot_rows.items():
-            if name in parts:
-                plane.index_copy_(0, rows, _raw(parts[name]).flatten(0, 1))
+        for name, part in zip(("k_data", "k_scale", "v_data", "v_scale"), (*codecs.k.encode(k), *codecs.v.encode(v))):
+            if name in bound.hot_rows:
+                bound.hot_rows[name].index_copy_(0, plan.rows[layer], _raw(part).flatten(0, 1))
         for plane in bound.hot_state:
-            plane.index_fill_(0, rows, 0)
-        if plan.kept is not None:
-            kv.window[layer, fwd.window_slots[plan.kept], fwd.window_index[plan.kept]] = q[plan.kept].to(
-                kv.window.dtype
-            )
+            plane.index_fill_(0, plan.rows[layer], 0)
+        if fwd.keeps_window:
+            kept = fwd.window_slots.nonzero()[:, 0]
+            kv.window[layer, fwd.window_slots[kept], fwd.window_index[kept]] = q[kept].to(kv.window.dtype)
         return q
 
     def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
@@ -237,6 +237,24 @@ class CpuBackend(TorchOps):
         if keep_v and _codec(kv.tiers[0], "v").rotate:
             result = _rotate(result)
         out.unflatten(1, (num_heads, -1))[:, heads.heads] = result.permute(2, 0, 1, 3)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        kernels = cpu_layers.bind(x.dtype)
+        if kernels is None or not x.is_contiguous():
+            return super().rms_norm(x, weight, eps)
+        return kernels.rms_norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        kernels = cpu_layers.bind(x.dtype)
+        if kernels is None or not (x.is_contiguous() and delta.is_contiguous()):
+            return super().add_rms_norm(x, delta, weight, eps)
+        return kernels.rms_norm(x, delta, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        kernels = cpu_layers.bind(gate_up.dtype)
+        if kernels is None or not gate_up.is_contiguous():
+            return super().silu_mul(gate_up)
+        return kernels.silu_mul(gate_up)
 
     def window_scores(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, across: str = "max") -> Tensor:
         num_columns, max_src = len(range(kv.members.shape[1])[columns]), jobs.max_src

@@ -6,121 +6,32 @@ source of
     static inline float LOAD(const void *data, const void *scale, int64_t row, float *restrict x)
 
 which puts the D stored numbers of a row into x, without their scale and in the frame they are stored in, and returns
-the scale. It may use the constant D, `half_to_float`, `float_of_bits` and `bits_of_float`. Nothing else in the
-kernel depends on the format: rotations are undone on the query and the output.
+the scale. It may use the constant D and the conversions of `native.prelude`. Nothing else in the kernel depends on the
+format: rotations are undone on the query and the output.
 
 Without a compiler, or for a format without a loader, `bind` returns None and attention stays with torch.
 """
 
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pagefold.backends import cpu_cache, native
 from pagefold.backends.base import KVView
-from pagefold.store.pagestore import PageStore
-
-logger = logging.getLogger(__name__)
-
-# Sums may be reordered, and the kernel neither makes nor tests for NaN. Not -ffast-math: linking with it would switch
-# the whole process to flushing denormals.
-FLAGS = ["-std=gnu11", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
-FLAGS += ["-fno-signed-zeros", "-fassociative-math", "-freciprocal-math", "-ffinite-math-only"]
 
 
-class _Planes(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("k_data", "k_scale", "v_data", "v_scale")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("num_pages", "v_bytes")]
-
-
-class _Cache(ctypes.Structure):
-    _fields_ = [("tiers", _Planes * 2)]
-    _fields_ += [(name, ctypes.c_void_p) for name in ("page_table", "evicted", "cold", "group_of", "column_of")]
-    _fields_ += [(name, ctypes.c_int64) for name in ("num_groups", "max_pages", "num_heads", "page_shift")]
-
-
-def compiler() -> str | None:
-    """Path of the system's C compiler."""
-    return os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-
-
-def _openmp() -> list[str]:
-    """Link against the OpenMP runtime that torch has loaded, so that both share one pool of threads."""
-    try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        maps = []
-    loaded = {line.split()[-1] for line in maps if "libgomp" in line}
-    return [min(loaded)] if loaded else ["-fopenmp"]
-
-
-def _cpu() -> str:
-    """What -march=native depends on, so that a cache folder may be shared by different machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "pagefold" / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="pagefold-kernels-"))
-
-
-@functools.cache
-def build(source: str) -> Callable | None:
-    """Compile `source` unless the cache has it, and return its `attend`; None, and one warning, if that fails."""
-    path = compiler()
-    if path is None:
-        logger.warning("no C compiler found: decode attention runs in torch, which is slower")
-        return None
-    key = hashlib.sha256("\n".join([source, path, *FLAGS, _cpu()]).encode()).hexdigest()[:24]
-    try:
-        library = _cache_folder() / f"decode-{key}.so"
-        if not library.exists():
-            _compile(path, source, library)
-        attend = ctypes.CDLL(str(library)).attend
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = (getattr(error, "stderr", None) or str(error))[-2000:]
-        logger.warning("decode attention runs in torch, for its C kernel failed to build: %s", detail)
-        return None
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    attend.argtypes = [pointer, size, pointer, pointer, size, pointer, pointer, ctypes.c_float, size]
-    attend.restype = None
-    return attend
-
-
-def _compile(path: str, source: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        code, object_file, shared = (os.path.join(folder, name) for name in ("k.c", "k.o", "k.so"))
-        Path(code).write_text(source)
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
-        run([path, *FLAGS, "-fopenmp", "-c", code, "-o", object_file])
-        run([path, "-shared", object_file, *_openmp(), "-o", shared])
-        os.replace(shared, library)  # atomic: another process sees the whole file or none
-
-
-def source_of(tiers: list[PageStore], head_dim: int, per_head: int) -> str | None:
-    """C source for the codecs of these tiers, or None if one of them has no loader or the shape does not fit."""
-    codecs = [(store.format.k, store.format.v) for store in tiers]
+def source_of(kv: KVView) -> str | None:
+    """C source for the codecs of the tiers, or None if one of them has no loader or the shape does not fit."""
+    codecs, head_dim = [(store.format.k, store.format.v) for store in kv.tiers], kv.window.shape[-1]
     if head_dim % 16 or not all(k.c_load and v.c_load for k, v in codecs):
         return None
-    parts = [f"#define D {head_dim}\n#define R {per_head}\n#define TIERS {len(tiers)}", _PRELUDE]
+    per_head = kv.window.shape[3] // kv.group_of.shape[1]
+    parts = [
+        native.prelude(kv.window.dtype),
+        f"#define D {head_dim}\n#define R {per_head}\n#define TIERS {len(codecs)}",
+    ]
+    parts += [cpu_cache.STRUCTS, _PRELUDE]
     for tier, (k, v) in enumerate(codecs):
         parts += [
             f"#define LOAD load_k{tier}\n{k.c_load}\n#undef LOAD\n#define LOAD load_v{tier}\n{v.c_load}\n#undef LOAD",
@@ -133,28 +44,22 @@ def source_of(tiers: list[PageStore], head_dim: int, per_head: int) -> str | Non
 
 
 class DecodeKernel:
-    """The kernel of one KVView: its pointers are taken once, for the tensors of a view stay where they are."""
+    """The kernel of one KVView, for queries of the model's dtype."""
 
-    def __init__(self, attend: Callable, kv: KVView):
-        self._attend = attend
-        self._tensors = [kv.page_table, kv.evicted, kv.cold, kv.group_of, kv.column_of]
-        self._tensors += [store.planes[name] for store in kv.tiers for name in _PLANES]
-        self._cache = _Cache()
-        for tier, store in enumerate(kv.tiers):
-            pointers = [store.planes[name].data_ptr() for name in _PLANES]
-            self._cache.tiers[tier] = _Planes(*pointers, store.num_pages, store.layout["v_data"].bytes_per_row)
-        for name in ("page_table", "evicted", "cold", "group_of", "column_of"):
-            setattr(self._cache, name, getattr(kv, name).data_ptr())
-        _, self._cache.num_groups, self._cache.max_pages = kv.page_table.shape
-        self._cache.num_heads = kv.group_of.shape[1]
-        self._cache.page_shift = kv.page_size.bit_length() - 1
+    def __init__(self, library: ctypes.CDLL, kv: KVView):
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        self._attend = library.attend
+        self._attend.argtypes = [pointer, size, pointer, pointer, size, pointer, pointer, ctypes.c_float, size]
+        self._attend.restype = None
+        self._cache = cpu_cache.CachePointers(kv)
+        self._dtype = kv.window.dtype
 
     def __call__(self, layer: int, q: Tensor, slots: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
         """Attention of one query a sequence, q [B, Hq, D], over the stored rows of slots int64[B]."""
-        query = q.float().contiguous()
+        query = q.to(self._dtype).contiguous()
         out = torch.empty_like(query)
         self._attend(
-            ctypes.addressof(self._cache),
+            self._cache.address,
             layer,
             query.data_ptr(),
             out.data_ptr(),
@@ -167,29 +72,14 @@ class DecodeKernel:
         return out.to(q.dtype)
 
 
-_PLANES = ("k_data", "k_scale", "v_data", "v_scale")
-
-
 def bind(kv: KVView) -> DecodeKernel | None:
     """The kernel for this cache, or None where torch has to do: float64, no loader, no compiler."""
-    tables = (kv.page_table, kv.evicted, kv.cold, kv.group_of, kv.column_of)
-    usable = all(t.device.type == "cpu" and t.dtype == torch.int32 and t.is_contiguous() for t in tables)
-    if not usable or kv.window.dtype == torch.float64:
-        return None
-    source = source_of(kv.tiers, kv.window.shape[-1], kv.window.shape[3] // kv.group_of.shape[1])
-    attend = build(source) if source else None
-    return DecodeKernel(attend, kv) if attend else None
+    source = source_of(kv) if cpu_cache.readable(kv) else None
+    library = native.build(source, native.LOOSE) if source else None
+    return DecodeKernel(library, kv) if library else None
 
 
 _PRELUDE = r"""
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
 enum { BLOCK = 64, PIECE = 256 };  // rows decoded at a time; rows of one unit of work
 
 #if defined(__AVX512F__)
@@ -215,31 +105,11 @@ typedef int32_t places __attribute__((vector_size(LANES * 4)));
 #endif
 #define UNROLL _Pragma("GCC unroll 64")
 
-struct planes { const void *k_data, *k_scale, *v_data, *v_scale; int64_t num_pages, v_bytes; };
-struct cache {
-    struct planes tiers[2];
-    const int32_t *page_table, *evicted, *cold, *group_of, *column_of;
-    int64_t num_groups, max_pages, num_heads, page_shift;
-};
-
 /* Online softmax of R query heads: the largest score so far (base 2), the sum of weights and the weighted V. */
 struct state { float top[R], sum[R], acc[R * D]; };
 
 /* Consecutive rows of one page. */
 struct run { int64_t row; int count; };
-
-static inline float float_of_bits(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-static inline uint32_t bits_of_float(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
-
-static inline float half_to_float(uint16_t h) {
-#if defined(__F16C__)
-    return _cvtsh_ss(h);
-#else
-    float normal = float_of_bits(((uint32_t)(h & 0x7fff) << 13) + (112u << 23)), subnormal = (h & 0x3ff) * 0x1p-24f;
-    float magnitude = h & 0x7c00 ? normal : subnormal;
-    return h & 0x8000 ? -magnitude : magnitude;
-#endif
-}
 
 /* 2^x for x <= 0, and about 1e-38 below -126. */
 static inline float exp2_below_one(float x) {
@@ -395,9 +265,9 @@ static void merge(struct state *into, const struct state *from) {
     }
 }
 
-/* q, out: float[batch, num_heads * R, D].
+/* q, out: number[batch, num_heads * R, D].
    Work is cut at fixed rows of a head, so the result depends neither on the batch nor on the number of threads. */
-void attend(const struct cache *c, int64_t layer, const float *q, float *out, int64_t batch, const int64_t *slots,
+void attend(const struct cache *c, int64_t layer, const number *q, number *out, int64_t batch, const int64_t *slots,
             const int64_t *seq_lens, float scale, int64_t threads) {
     int64_t items = batch * c->num_heads, *first = malloc((items + 1) * sizeof *first);
     first[0] = 0;
@@ -417,7 +287,7 @@ void attend(const struct cache *c, int64_t layer, const float *q, float *out, in
             int64_t i = item_of[u], b = i / c->num_heads, head = i % c->num_heads;
             int64_t n = num_rows(c, layer, slots[b], seq_lens[b], head), lo = (u - first[i]) * PIECE;
             float scaled[R * D];
-            for (int k = 0; k < R * D; k++) scaled[k] = q[i * R * D + k] * scale * 1.44269504089f;
+            for (int k = 0; k < R * D; k++) scaled[k] = wide(q[i * R * D + k]) * scale * 1.44269504089f;
             piece(c, layer, slots[b], head, lo, lo + PIECE < n ? lo + PIECE : n, scaled, &states[u]);
         }
 #pragma omp for schedule(static)
@@ -425,7 +295,7 @@ void attend(const struct cache *c, int64_t layer, const float *q, float *out, in
             struct state *st = &states[first[i]];
             for (int64_t u = first[i] + 1; u < first[i + 1]; u++) merge(st, &states[u]);
             for (int r = 0; r < R; r++)
-                for (int d = 0; d < D; d++) out[(i * R + r) * D + d] = st->acc[r * D + d] / st->sum[r];
+                for (int d = 0; d < D; d++) out[(i * R + r) * D + d] = narrow(st->acc[r * D + d] / st->sum[r]);
         }
     }
     free(item_of);

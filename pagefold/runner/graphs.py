@@ -32,7 +32,7 @@ class DecodeGraphs:
     def __init__(self, model: Model, backend: Backend, kv: KVView, sizes: list[int], max_model_len: int, drawn: Tensor):
         self._sizes = sizes
         self._columns = torch.zeros(6, sizes[-1], dtype=torch.int64, device=drawn.device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, ForwardInputs]] = {}
         self._columns[3] = 1  # sequence lengths of padding, which is slot 0's
         pool = None
         for size in reversed(sizes):  # the largest first: the others fit into its memory
@@ -47,7 +47,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 logits = step()
             pool = graph.pool()
-            self._graphs[size] = graph, logits, fwd.tokens
+            self._graphs[size] = graph, logits, fwd  # whose tensors the graph reads
 
     def _inputs(self, size: int, kv: KVView, max_model_len: int) -> ForwardInputs:
         tokens, positions, slots, seq_lens, window_slots, window_index = self._columns[:, :size]
@@ -78,6 +78,6 @@ class DecodeGraphs:
         columns.numpy()[:, :num] = np.stack(rows)
         columns.numpy()[3, num:] = 1
         self._columns.copy_(columns, non_blocking=True)
-        graph, logits, tokens = self._graphs[size]
+        graph, logits, fwd = self._graphs[size]
         graph.replay()
-        return logits[:num], tokens[:num], self._columns[2, :num]
+        return logits[:num], fwd.tokens[:num], self._columns[2, :num]

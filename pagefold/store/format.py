@@ -29,10 +29,12 @@ class RowCodec(Protocol):
               it. Attention may instead rotate the query and read `decode_stored` (K), or un-rotate its output (V).
     c_load    C source of a row loader for the compiled CPU kernel (see `pagefold/backends/cpu_decode.py`), or "" if
               there is none: then the CPU backend decodes rows with torch.
+    c_store   C source of a row encoder likewise (see `pagefold/backends/cpu_append.py`), or "".
     """
 
     rotate: bool
     c_load: str
+    c_store: str
 
     def planes(self, head_dim: int) -> tuple[Plane, Plane]:
         """(data, scale) planes of a row; the scale plane's width may be 0."""

@@ -57,9 +57,12 @@ class MidRiseCodec:
     rotate: bool = True
     device: DeviceCodec | None = field(default=None, compare=False)
     c_load: str = field(init=False)
+    c_store: str = field(init=False)
 
     def __post_init__(self):
+        clips = ", ".join(f"{clip}f" for clip in self.clips)
         object.__setattr__(self, "c_load", _C_LOAD.replace("BITS", str(self.bits)))
+        object.__setattr__(self, "c_store", _C_STORE.replace("BITS", str(self.bits)).replace("CLIPS", clips))
 
     @property
     def middle(self) -> float:
@@ -95,7 +98,7 @@ class MidRiseCodec:
         candidates = float16_above(widest * clips)
         scales = candidates.float()
         codes = self.codes(y, scales)
-        error = ((codes - self.middle) * scales).sub_(y).square_().sum(-1, keepdim=True)
+        error = ((codes - self.middle) * scales).sub_(y).square_().sum(-1, keepdim=True, dtype=torch.float64)
         best = error.argmin(0, keepdim=True)
         chosen = codes.gather(0, best.expand(1, *y.shape))[0]
         return self.pack(chosen), candidates.gather(0, best)[0]
@@ -116,6 +119,44 @@ static inline float LOAD(const void *data, const void *scale, int64_t row, float
         for (int j = 0; j < WIDTH; j++)
             x[part * WIDTH + j] = (float)((code[j] >> (part * BITS)) & MASK) - MASK * 0.5f;
     return half_to_float(((const uint16_t *)scale)[row]);
+}
+"""
+
+_C_STORE = """
+static inline void STORE(void *data, void *scale, int64_t row, float *restrict x) {
+    enum { PARTS = 8 / BITS, WIDTH = D / PARTS, MASK = (1 << BITS) - 1 };
+    static const float clips[] = {CLIPS};
+    uint8_t *restrict packed = (uint8_t *)data + row * WIDTH;
+    float codes[D], best[D];
+    double least = INFINITY;
+    only_finite(x);
+    hadamard(x);
+    float widest = largest(x) / (MASK * 0.5f);
+    for (int i = 0; i < (int)(sizeof clips / sizeof *clips); i++) {
+        uint16_t half = half_above(widest * clips[i]);
+        float step = half_to_float(half);
+        double error = 0;
+        for (int d = 0; d < D; d++) {
+            float code = rintf(x[d] / step + MASK * 0.5f);
+            code = code > MASK ? MASK : code;
+            codes[d] = code < 0 ? 0 : code;
+        }
+#pragma omp simd reduction(+ : error)
+        for (int d = 0; d < D; d++) {
+            float off = (codes[d] - MASK * 0.5f) * step - x[d];
+            error += off * off;
+        }
+        if (error < least) {
+            least = error;
+            ((uint16_t *)scale)[row] = half;
+            memcpy(best, codes, sizeof best);
+        }
+    }
+    for (int j = 0; j < WIDTH; j++) {
+        uint32_t byte = 0;
+        for (int part = 0; part < PARTS; part++) byte |= (uint32_t)(int32_t)best[part * WIDTH + j] << part * BITS;
+        packed[j] = byte;
+    }
 }
 """
 

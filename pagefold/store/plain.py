@@ -19,6 +19,7 @@ class PlainCodec:
 
     dtype: torch.dtype
     c_load: str = ""
+    c_store: str = ""
     rotate: bool = False
     device: DeviceCodec | None = field(default=None, compare=False)
 
@@ -27,7 +28,7 @@ class PlainCodec:
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.dtype == torch.float16:
-            x = x.clamp(-65504.0, 65504.0)
+            x = x.to(torch.promote_types(x.dtype, torch.float32)).clamp(-65504.0, 65504.0)  # bfloat16 has no 65504
         return x.to(self.dtype), x.new_empty(*x.shape[:-1], 0, dtype=torch.float16)
 
     def decode_stored(self, data: Tensor, scale: Tensor, out: torch.dtype) -> Tensor:

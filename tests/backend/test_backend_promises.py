@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from pagefold.backends import cpu_decode, registry
+from pagefold.backends import cpu_decode, native, registry
 from pagefold.backends.reference import read
 from pagefold.backends.registry import make_backend
 from pagefold.store.format import FORMATS, Plane
@@ -209,8 +209,9 @@ def test_page_bytes_do_not_depend_on_chunking(backend, hot):
 
 
 def test_without_a_compiler_torch_decodes_and_one_warning_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(cpu_decode, "compiler", lambda: None)
-    cpu_decode.build.cache_clear()
+    monkeypatch.setattr(native, "compiler", lambda: None)
+    native.build.cache_clear()
+    native._warn.cache_clear()
     case = Case(hot="int4")
     view = make_view(case)
     batch = make_batch(view, case, [(5, 1), (2, 1)])
@@ -219,33 +220,33 @@ def test_without_a_compiler_torch_decodes_and_one_warning_says_so(monkeypatch, c
         slow = [make_backend("cpu").attend(view, 0, q, make_batch(view, case, [(5, 1), (2, 1)]), 0.3) for _ in range(2)]
     assert [record.levelname for record in caplog.records if "no C compiler" in record.message] == ["WARNING"]
     monkeypatch.undo()
-    cpu_decode.build.cache_clear()
+    native.build.cache_clear()
     torch.testing.assert_close(make_backend("cpu").attend(view, 0, q, batch, 0.3), slow[0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_failing_compiler_is_reported_and_survived(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(cpu_decode, "compiler", lambda: "false")
+    monkeypatch.setattr(native, "compiler", lambda: "false")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_decode.build.cache_clear()
+    native.build.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert cpu_decode.bind(make_view(Case(hot="bf16"))) is None
     assert "failed to build" in caplog.text
-    cpu_decode.build.cache_clear()
+    native.build.cache_clear()
 
 
 def test_the_kernel_cache_is_used_again(monkeypatch, tmp_path):
     """A second process, here a cleared memo, loads the library that the first one built."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_decode.build.cache_clear()
-    if cpu_decode.compiler() is None:
+    native.build.cache_clear()
+    if native.compiler() is None:
         pytest.skip("no C compiler")
     assert cpu_decode.bind(make_view(Case(hot="fp8"))) is not None
     built = list((tmp_path / "pagefold" / "kernels").iterdir())
     assert [path.suffix for path in built] == [".so"]
-    cpu_decode.build.cache_clear()
-    monkeypatch.setattr(cpu_decode, "_compile", lambda *_: pytest.fail("compiled again"))
+    native.build.cache_clear()
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
     assert cpu_decode.bind(make_view(Case(hot="fp8"))) is not None
-    cpu_decode.build.cache_clear()
+    native.build.cache_clear()
 
 
 @pytest.mark.parametrize("hot, dtype", [("fp64", torch.float32), ("bf16", torch.float64)])

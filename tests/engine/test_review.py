@@ -25,10 +25,10 @@ def test_a_failed_step_ends_its_requests_and_leaves_a_working_engine_with_an_hon
     truth = drain(alone)["a"].outputs[0].token_ids
     engine.add(Request("a", prompt, greedy(5)))
     engine.step()
-    execute, engine.runner.launch = engine.runner.execute, lambda plan: 1 / 0
+    launch, engine.runner.launch = engine.runner.launch, lambda plan: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    engine.runner.launch = execute
+    engine.runner.launch = launch
     assert not engine.has_work
     assert_drained(engine)
     engine.add(Request("b", prompt, greedy(5)))

@@ -16,6 +16,13 @@ static inline float LOAD(const void *data, const void *scale, int64_t row, float
 }
 """
 
+_C_STORE = """
+static inline void STORE(void *data, void *scale, int64_t row, float *restrict x) {
+    uint16_t *restrict stored = (uint16_t *)data + row * D;
+    for (int d = 0; d < D; d++) stored[d] = float_to_bfloat16(x[d]);
+}
+"""
+
 
 @FORMATS.add
 class BFloat16:
@@ -23,5 +30,8 @@ class BFloat16:
 
     name: ClassVar[str] = "bf16"
     k = v = PlainCodec(
-        torch.bfloat16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.bfloat16, options=(torch.inf,))
+        torch.bfloat16,
+        _C_LOAD,
+        _C_STORE,
+        device=DeviceCodec(load_plain, store_plain, torch.bfloat16, options=(torch.inf,)),
     )

@@ -24,6 +24,16 @@ static inline float LOAD(const void *data, const void *scale, int64_t row, float
 }
 """
 
+_C_STORE = """
+static inline void STORE(void *data, void *scale, int64_t row, float *restrict x) {
+    uint16_t *restrict stored = (uint16_t *)data + row * D;
+    for (int d = 0; d < D; d++) {
+        float y = x[d] > 65504.0f ? 65504.0f : x[d];
+        stored[d] = float_to_half(y < -65504.0f ? -65504.0f : y);
+    }
+}
+"""
+
 
 @FORMATS.add
 class Float16:
@@ -31,5 +41,5 @@ class Float16:
 
     name: ClassVar[str] = "fp16"
     k = v = PlainCodec(
-        torch.float16, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.float16, options=(65504.0,))
+        torch.float16, _C_LOAD, _C_STORE, device=DeviceCodec(load_plain, store_plain, torch.float16, options=(65504.0,))
     )

@@ -15,6 +15,12 @@ static inline float LOAD(const void *data, const void *scale, int64_t row, float
 }
 """
 
+_C_STORE = """
+static inline void STORE(void *data, void *scale, int64_t row, float *restrict x) {
+    memcpy((float *)data + row * D, x, sizeof(float) * D);
+}
+"""
+
 
 @FORMATS.add
 class Float32:
@@ -22,5 +28,8 @@ class Float32:
 
     name: ClassVar[str] = "fp32"
     k = v = PlainCodec(
-        torch.float32, _C_LOAD, device=DeviceCodec(load_plain, store_plain, torch.float32, options=(torch.inf,))
+        torch.float32,
+        _C_LOAD,
+        _C_STORE,
+        device=DeviceCodec(load_plain, store_plain, torch.float32, options=(torch.inf,)),
     )

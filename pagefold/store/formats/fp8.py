@@ -21,6 +21,7 @@ class Float8Codec:
     """
 
     c_load: str
+    c_store: str
     rotate: bool = False
     device: DeviceCodec | None = field(default=None, compare=False)
 
@@ -51,6 +52,26 @@ static inline float LOAD(const void *data, const void *scale, int64_t row, float
         x[d] = float_of_bits(bits_of_float(y) | (code & 0x80) << 24);
     }
     return half_to_float(((const uint16_t *)scale)[row]);
+}
+"""
+
+# Rounded as in `round_e4m3`: to an eighth of the power of two below, 2^-9 at least.
+_C_STORE = """
+static inline void STORE(void *data, void *scale, int64_t row, float *restrict x) {
+    uint8_t *restrict stored = (uint8_t *)data + row * D;
+    only_finite(x);
+    uint16_t half = half_above(largest(x) / 448.0f);
+    float step = half_to_float(half);
+    for (int d = 0; d < D; d++) {
+        float y = x[d] / step;
+        y = y > 448.0f ? 448.0f : y < -448.0f ? -448.0f : y;
+        float power = float_of_bits(bits_of_float(y) & 0x7f800000);
+        float shift = (power > 0x1p-6f ? power : 0x1p-6f) * 0x1.8p20f;
+        float magnitude = (fabsf(y) + shift) - shift;
+        uint32_t normal = (bits_of_float(magnitude) - (120u << 23)) >> 20, tiny = (uint32_t)(magnitude * 0x1p9f);
+        stored[d] = (magnitude < 0x1p-6f ? tiny : normal) | (bits_of_float(y) >> 24 & 0x80);
+    }
+    ((uint16_t *)scale)[row] = half;
 }
 """
 
@@ -115,4 +136,4 @@ class Float8:
     """260 bytes of K and V at D = 128."""
 
     name: ClassVar[str] = "fp8"
-    k = v = Float8Codec(_C_LOAD, device=DEVICE)
+    k = v = Float8Codec(_C_LOAD, _C_STORE, device=DEVICE)
