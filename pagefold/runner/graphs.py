@@ -14,6 +14,8 @@ from pagefold.backends.base import Backend, ForwardInputs, KVView
 from pagefold.runner.inputs import Batch
 from pagefold.runner.model import Model
 
+_PADDING = np.array([[0], [0], [0], [1], [0], [0]])  # a token of slot 0, whose sequence is one token long
+
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture; a batch is padded to the next one."""
@@ -33,7 +35,7 @@ class DecodeGraphs:
         self._sizes = sizes
         self._columns = torch.zeros(6, sizes[-1], dtype=torch.int64, device=drawn.device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, ForwardInputs]] = {}
-        self._columns[3] = 1  # sequence lengths of padding, which is slot 0's
+        self._columns.copy_(torch.from_numpy(_PADDING))
         pool = None
         for size in reversed(sizes):  # the largest first: the others fit into its memory
             fwd = self._inputs(size, kv, max_model_len)
@@ -73,10 +75,12 @@ class DecodeGraphs:
         """(logits [B, vocab], tokens int64[B], slots int64[B]) of the batch; overwritten by the next replay."""
         num = len(batch.slots)
         size = self._sizes[bisect_left(self._sizes, num)]
-        columns = torch.zeros(self._columns.shape, dtype=torch.int64, pin_memory=True)
+        columns = torch.empty(self._columns.shape, dtype=torch.int64, pin_memory=True)
         rows = batch.tokens, batch.positions, batch.slots, batch.seq_lens, batch.window_slots, batch.window_index
-        columns.numpy()[:, :num] = np.stack(rows)
-        columns.numpy()[3, num:] = 1
+        host = columns.numpy()
+        for column, values in zip(host, rows, strict=True):
+            column[:num] = values
+        host[:, num:] = _PADDING
         self._columns.copy_(columns, non_blocking=True)
         graph, logits, fwd = self._graphs[size]
         graph.replay()

@@ -1,6 +1,7 @@
 """From a `StepPlan` to the numbers of one forward pass."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -35,7 +36,8 @@ class Batch:
 
 def batch_of(plan: StepPlan) -> Batch:
     """Query j of a window is the query of token window_start + j; the tokens of a chunk before that are not kept."""
-    slots, starts, lens, num_logits, window_slot, window_start = np.array(plan.chunks, np.int64).T
+    numbers = np.fromiter(chain.from_iterable(plan.chunks), np.int64)  # numpy looks at each named tuple for long
+    slots, starts, lens, num_logits, window_slot, window_start = numbers.reshape(len(plan.chunks), -1).T
     offset = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
     positions = np.repeat(starts, lens) + offset
     window_index = positions - np.repeat(window_start, lens)

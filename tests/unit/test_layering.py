@@ -18,6 +18,7 @@ LAYERS = [
     ["runner"],
     ["engine"],
     ["root"],  # pagefold/__init__.py: lazy public names
+    ["server"],
     ["bench", "eval"],
     ["cli"],
 ]

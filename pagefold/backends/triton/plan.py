@@ -32,7 +32,8 @@ class Shape:
 class DecodeShape(Shape):
     """
     programs   aimed at, so that the device is full: rows are split until there are as many (16 warps of programs for
-               each multiprocessor fit beside their registers and shared memory)
+               each multiprocessor fit beside their registers and shared memory; twice as many even out long and
+               short sequences)
     min_rows   of a split, so that short sequences are not split for nothing
     heads      least number of query heads in a product; the matrix units take 8
     """
@@ -53,7 +54,7 @@ def decode_shape(v: DeviceCodec, head_dim: int) -> DecodeShape:
     read as one piece are wide, so that two stages of them are as many bytes in flight as three of packed ones."""
     warps = max(1, min(4, head_dim // v.num_pieces // 16))
     stages = 2 if v.num_pieces == 1 else 3
-    return DecodeShape(tile=64, warps=warps, stages=stages, programs=multiprocessors() * 16 // warps)
+    return DecodeShape(tile=64, warps=warps, stages=stages, programs=multiprocessors() * 32 // warps)
 
 
 def prefill_shape(v: DeviceCodec, head_dim: int) -> Shape:
