@@ -1,4 +1,4 @@
-"""The command line: `pagefold generate`, `chat`, `inspect`, `bench`, `eval`, `profile`.
+"""The command line: `pagefold serve`, `generate`, `chat`, `inspect`, `bench`, `eval`, `profile`.
 
 Engine and sampling flags are made from the fields of `EngineConfig` and `SamplingParams`, so they cannot drift apart.
 Whatever needs torch is imported by the verb that uses it.
@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import json
+import os
 import sys
 import types
 import typing
@@ -16,13 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from pagefold import __version__
-from pagefold.core.config import EngineConfig
+from pagefold.core.config import EngineConfig, ModelConfig
 from pagefold.core.types import InputError, Request, SamplingParams
 
 if typing.TYPE_CHECKING:
     from pagefold.engine.outputs import CompletionOutput
 
-ALIASES = {"page_size": ["--block-size"], "num_pages": ["--num-gpu-blocks-override"]}  # as vLLM calls them
+ALIASES = {  # as vLLM calls them
+    "page_size": ["--block-size"],
+    "num_pages": ["--num-gpu-blocks-override"],
+    "random_input_len": ["--input-len"],
+    "random_output_len": ["--output-len"],
+}
 PEERS = ("transformers", "vllm")
 REFUSED, INTERRUPTED = 2, 130
 
@@ -71,6 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     verbs = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    text = "answer requests over HTTP, as OpenAI's API does"
+    _add_server_flags(_verb(verbs, "serve", _serve, text, default_model=argparse.SUPPRESS))  # the file may name it
+
     generate = _verb(verbs, "generate", _generate, "continue prompts")
     source = generate.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", metavar="TEXT", help="prompt; may be given several times")
@@ -89,16 +98,23 @@ def build_parser() -> argparse.ArgumentParser:
     _add_throughput_flags(_verb(bench, "throughput", _throughput, "output tokens per second, and peers beside it"))
 
     _add_gaps_flags(_verb(bench, "gaps", _gaps, "how long a GPU idles between decode steps"))
+    _add_bench_serve(bench)
 
     add_parsers(verbs)
     return parser
 
 
-def _verb(verbs: Any, name: str, func: Callable[[argparse.Namespace], int | None], text: str) -> _Parser:
+def _verb(
+    verbs: Any,
+    name: str,
+    func: Callable[[argparse.Namespace], int | None],
+    text: str,
+    default_model: str = ModelConfig.model,
+) -> _Parser:
     parser = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(func=func)
     model = next(leaf for leaf in EngineConfig.leaves() if leaf.name == "model")
-    parser.add_argument("model", nargs="?", default=model.default, help=f"{model.metadata['help']} ({model.default})")
+    parser.add_argument("model", nargs="?", default=default_model, help=f"{model.metadata['help']} ({model.default})")
     group = parser.add_argument_group("engine")
     for leaf in EngineConfig.leaves():
         if leaf is not model:
@@ -166,6 +182,31 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     engine = {leaf.name for leaf in EngineConfig.leaves()}
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in engine]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+# ---- serve
+
+
+def _add_server_flags(parser: _Parser) -> None:
+    from pagefold.server.settings import ServerSettings
+
+    group = parser.add_argument_group("server")
+    for field in dataclasses.fields(ServerSettings):
+        _add_flag(group, field, field.metadata["help"], field.default)
+    group.add_argument("--config", metavar="FILE", help="YAML or JSON file of options by these names; flags win")
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from pagefold.server.settings import ServerSettings, parse_options
+
+    names = [field.name for field in dataclasses.fields(ServerSettings)]
+    flags = engine_options(args) | {name: getattr(args, name) for name in names if hasattr(args, name)}
+    try:
+        settings, config = parse_options(flags, args.config)
+        from pagefold.server.app import serve
+    except ModuleNotFoundError as error:
+        raise InputError("serve", f"needs {error.name}: pip install 'pagefold[server]'") from None
+    return serve(settings, config)
 
 
 # ---- generate
@@ -384,6 +425,33 @@ def _gaps(args: argparse.Namespace) -> None:
 
     numbers = args.num_requests or [256, 1]
     gaps.run_gaps(engine_options(args), numbers, args.input_len, args.steps, args.temperature, args.json)
+
+
+def _add_bench_serve(verbs: Any) -> None:
+    from pagefold.bench.serve_load import ServeBench
+
+    text = "load on an OpenAI-compatible server: latencies, throughput, goodput"
+    parser = verbs.add_parser("serve", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    parser.set_defaults(func=_bench_serve)
+    for field in dataclasses.fields(ServeBench):
+        _add_flag(parser, field, field.metadata["help"], field.default)
+    parser.add_argument("--api-key", metavar="TEXT", help="default: the environment's OPENAI_API_KEY")
+    limits = "limits in milliseconds that a good request keeps, such as ttft:500 tpot:50"
+    parser.add_argument("--goodput", nargs="+", action="extend", default=[], metavar="METRIC:MS", help=limits)
+    parser.add_argument("--json", metavar="FILE", help="write every figure, under the keys of vLLM's result file")
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    try:
+        from pagefold.bench.serve import run_serve
+    except ModuleNotFoundError as error:
+        raise InputError("bench serve", f"needs {error.name}: pip install 'pagefold[bench]'") from None
+    from pagefold.bench.serve_load import ServeBench
+
+    names = [field.name for field in dataclasses.fields(ServeBench)]
+    bench = ServeBench(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+    api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    return 0 if run_serve(bench, api_key, args.goodput, args.json) else 1
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ class SamplingParams:
 
     MAX_N = 1024
     MAX_LOGPROBS = 128
+    MAX_WORDS = 1024  # entries of `stop`, `bad_words`, `stop_token_ids` and `logit_bias`: each is looked at every step
     GREEDY_BELOW = 1e-3  # below it, only near ties could be drawn differently
 
     def __post_init__(self):
@@ -122,6 +123,10 @@ class SamplingParams:
             _check_token_ids("logit_bias", bias)
             for key, value in bias.items():
                 _check(_is_real(value) and abs(value) <= 100, f"logit_bias[{key}]", value, "a number in [-100, 100]")
+        for name in ("stop", "bad_words", "stop_token_ids", "logit_bias"):
+            count = len(getattr(self, name) or ())
+            if count > self.MAX_WORDS:
+                raise InputError(name, f"got {count} entries, at most {self.MAX_WORDS} are allowed")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"):
             _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         _check(_is_int(self.n) and 1 <= self.n <= self.MAX_N, "n", self.n, f"an integer in [1, {self.MAX_N}]")
@@ -297,6 +302,7 @@ class SampleSpec:
     output      token ids generated so far (for all penalties, bad words, min_tokens)
     stop_ids    ids masked while fewer than `params.min_tokens` tokens are out
     bad_ids     bad words as id sequences
+    mask        uint32[>= vocabulary / 32], if the output has a grammar: the bits of ids that may follow, lowest first
     """
 
     params: SamplingParams
@@ -306,11 +312,13 @@ class SampleSpec:
     output: list[int]
     stop_ids: frozenset[int]
     bad_ids: tuple[tuple[int, ...], ...]
+    mask: np.ndarray | None = None
 
 
 @dataclass
 class StepPlan:
-    """The only message from the scheduler to the worker: picklable, recordable, replayable.
+    """The only message from the scheduler to the worker: picklable, so that it can be recorded and replayed. (To be
+    pickled when it is made: the outputs in `samples` grow.)
 
     tokens      int32[T]   token ids of all chunks, one after the other; -1 stands for the token drawn last for the
                 chunk's slot, which planning ahead does not know yet

@@ -101,10 +101,12 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     spec, decoder = loaded.spec, loaded.decoder
     config = for_device(config, decoder.device)
     max_model_len = _max_model_len(config, spec)
+    if max_model_len > decoder.max_model_len:
+        raise InputError("max_model_len", f"got {max_model_len}, the model was loaded for {decoder.max_model_len}")
     layout = build_layout(config, spec)
     policies = PolicyMaker(config, layout)
     formats = build_formats(config, decoder.dtype)
-    backend = build_backend(config)
+    backend = build_backend(config, decoder.device)
     geometry = build_geometry(config, spec, layout, formats, policies, DEFAULT_KV_BYTES)
     kv = build_view(config, spec, layout, geometry, decoder, max_model_len, policies.has_window)
 
@@ -118,12 +120,14 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     budget = None
     if decoder.device.type == "cuda":
         kv.tiers = stores((2,) * len(formats), decoder.device)  # page 0 is all that the probe needs
-        budget = measure(decoder, backend, kv, config, max_model_len)
+        budget = measure(decoder, backend, kv, config, geometry, max_model_len)
         geometry = build_geometry(config, spec, layout, formats, policies, budget.kv_bytes)
     kv.tiers = stores(geometry.num_pages, decoder.device)
-    runner = ModelRunner(decoder, backend, kv, stores(geometry.num_host_pages, "cpu"), build_sampler(spec, decoder))
+    host, sampler = stores(geometry.num_host_pages, "cpu"), build_sampler(spec, decoder)
+    runner = ModelRunner(decoder, backend, kv, host, sampler, overlap=config.eviction.kv_lag > 0)
     if decoder.device.type == "cuda" and not config.model.enforce_eager:
-        runner.capture(graph_sizes(config.scheduler.max_num_seqs), max_model_len)
+        most = min(config.scheduler.max_num_seqs, config.scheduler.tokens_per_step)
+        runner.capture(graph_sizes(most), max_model_len)
     logger.info("%s", describe(config, spec, geometry, formats, kv, budget))
     manager = KVManager(geometry, config.cache.enable_prefix_caching)
     return Engine(
@@ -161,10 +165,11 @@ def build_formats(config: EngineConfig, dtype: torch.dtype) -> list[FormatPair]:
     return formats
 
 
-def build_backend(config: EngineConfig) -> Backend:
+def build_backend(config: EngineConfig, device: torch.device) -> Backend:
+    """The one asked for, or the fastest for the device that holds the model."""
     name = config.model.backend
     if name == "auto":
-        name = "triton" if choose_device(name).type == "cuda" else "cpu"
+        name = "triton" if device.type == "cuda" else "cpu"
     return make_backend(name)
 
 

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import FinishReason, InputError, Request
 from pagefold.engine.detokenize import Detokenizer
+from pagefold.engine.grammar import Matcher
 from pagefold.engine.outputs import CompletionOutput, KVUsage, RequestOutput
 from pagefold.engine.policy import PolicyMaker
 from pagefold.engine.scheduler import Scheduler
@@ -72,8 +73,11 @@ class Engine:
 
     # ---- requests come and go
 
-    def add(self, request: Request, prompt_text: str | None = None) -> None:
-        """Queue a request. Raises InputError, naming the field and the limit, if it can never be served."""
+    def add(self, request: Request, prompt_text: str | None = None, grammar: Matcher | None = None) -> None:
+        """Queue a request. Raises InputError, naming the field and the limit, if it can never be served.
+
+        grammar   what each continuation must look like, in its first state
+        """
         if request.id in self._served:
             raise InputError("request_id", f"{request.id!r} is already being served")
         sampling = request.sampling
@@ -87,7 +91,8 @@ class Engine:
         for i in range(sampling.n):
             child = request if sampling.n == 1 else replace(request, id=f"{request.id}#{i}")
             seed = self._seed(sampling.seed, i)
-            seq = Sequence(child, policy, self._arrivals, seed, stop_ids, bad_ids, max_tokens)
+            matcher = grammar and grammar.copy()
+            seq = Sequence(child, policy, self._arrivals, seed, stop_ids, bad_ids, max_tokens, matcher)
             self._arrivals += 1
             text = None
             if sampling.detokenize and self.tokenizer is not None:
@@ -116,24 +121,27 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Compute one step. Returns the requests that got tokens or finished, with everything they have so far.
 
-        If the worker fails, rows of the steps in flight may be missing: every request is aborted, the cache of
-        prefixes is emptied, the error is raised, and the engine goes on with whatever is added next.
+        If it fails, rows of the steps in flight may be missing: every request is aborted, the cache of prefixes is
+        emptied, the error is raised, and the engine goes on with whatever is added next.
         """
-        plan = self.scheduler.plan()
         try:
-            if plan is not None:
-                self._in_flight.append(self.runner.launch(plan))
-                if self.plan_ahead and len(self._in_flight) == 1:
-                    return []  # read after the next step is launched
-            if not self._in_flight:
-                return []
-            result = self._in_flight.popleft().result()
+            return self._compute()
         except BaseException:
             for request_id in list(self._served):
                 self.abort(request_id)
             self._in_flight.clear()
             self.scheduler.forget_steps()
             raise
+
+    def _compute(self) -> list[RequestOutput]:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append(self.runner.launch(plan))
+            if self.plan_ahead and len(self._in_flight) == 1:
+                return []  # read after the next step is launched
+        if not self._in_flight:
+            return []
+        result = self._in_flight.popleft().result()
         changed: dict[str, RequestOutput] = {}
         for seq in self.scheduler.update(result):
             served, choice = self._owner[seq]
@@ -156,7 +164,8 @@ class Engine:
         new = seq.output[len(output.token_ids) :]
         output.token_ids.extend(new)
         if choice.detokenizer:
-            hide = seq.finish_reason is FinishReason.STOP and not sampling.include_stop_str_in_output
+            stopped = seq.finish_reason is FinishReason.STOP and new[-1] in seq.stop_ids  # not by a grammar's end
+            hide = stopped and not sampling.include_stop_str_in_output
             choice.detokenizer.push(new[:-1] if hide else new)
             if choice.detokenizer.stopped is not None and seq.finish_reason is not FinishReason.ABORT:
                 self.scheduler.finish(seq, FinishReason.STOP, choice.detokenizer.stopped)
@@ -184,9 +193,9 @@ class Engine:
             output.prompt_logprobs = [None, *seq.prompt_logprobs]
 
     def _kv_usage(self, seq: Sequence) -> KVUsage:
-        if seq.state is None:
+        kv = seq.state or seq.dropped
+        if kv is None:
             return KVUsage(preemptions=seq.num_preemptions)
-        kv = seq.state
         size = self.manager.geometry.bytes_per_page
         return KVUsage(
             tokens=kv.num_tokens,

@@ -12,9 +12,11 @@ from pagefold.kv.manager import KVGeometry
 from pagefold.models.decoder import Decoder
 from pagefold.models.spec import ModelSpec
 from pagefold.runner.inputs import Batch, forward_inputs
+from pagefold.runner.runner import RANKED_ROWS
 from pagefold.store.format import FormatPair
 
 GRAPH_BYTES = 1 << 30  # kept for captured decode steps and what libraries take later
+CONTEXT_BYTES = 600 << 20  # what CUDA and its libraries take of a device for a process
 
 
 @dataclass
@@ -22,64 +24,80 @@ class MemoryBudget:
     """Bytes of a GPU.
 
     total         of the device
-    other         taken before: by this process for weights and tables, by other processes, by the CUDA context
+    ours          taken by this process before: weights, tables, what CUDA itself needs
     activations   most that a step takes beside
     kv_bytes      what `gpu_memory_utilization` leaves for pages
     """
 
     total: int
-    other: int
+    ours: int
     activations: int
     kv_bytes: int
 
 
 @torch.inference_mode()
-def measure(decoder: Decoder, backend: Backend, kv: KVView, config: EngineConfig, max_model_len: int) -> MemoryBudget:
+def measure(
+    decoder: Decoder,
+    backend: Backend,
+    kv: KVView,
+    config: EngineConfig,
+    geometry: KVGeometry,
+    max_model_len: int,
+) -> MemoryBudget:
     """Run the largest step there can be, in slot 0's garbage room, and see what it takes.
 
     Raises InputError if the weights and one step leave nothing for pages.
     """
+    from pagefold.backends.triton.long_prefill import warm_up
+
+    num_tokens = config.scheduler.tokens_per_step
+    warm_up(kv, num_tokens, max_model_len)  # first, as what a library loads is among what others take
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    num_tokens = min(config.scheduler.tokens_per_step, max_model_len)
-    num_rows = config.scheduler.max_num_seqs
+    # as many chunks of slot 0 as it takes, each at the end of the longest sequence
+    q_lens = np.diff([*range(0, num_tokens, max_model_len), num_tokens])
     zeros = np.zeros(num_tokens, np.int64)
     batch = Batch(
         tokens=zeros,
-        positions=np.arange(max_model_len - num_tokens, max_model_len),
+        positions=np.concatenate([np.arange(max_model_len - q_len, max_model_len) for q_len in q_lens]),
         window_slots=zeros,
         window_index=zeros,
-        slots=zeros[:1],
-        q_lens=np.array([num_tokens]),
-        seq_lens=np.array([max_model_len]),
-        num_logits=np.array([min(num_rows, num_tokens)]),
+        slots=zeros[: len(q_lens)],
+        q_lens=q_lens,
+        seq_lens=np.full_like(q_lens, max_model_len),
+        num_logits=np.full_like(q_lens, 1),
     )
     drawn = torch.zeros(1, dtype=torch.int64, device=decoder.device)
     fwd = forward_inputs(batch, drawn, np.zeros((1, kv.page_table.shape[1]), np.int32))
     hidden = decoder.forward(fwd, kv, backend)
-    decoder.logits(hidden[fwd.logits_at]).float()  # a sampler may widen them
+    num_rows = max(config.scheduler.max_num_seqs, RANKED_ROWS)
+    decoder.logits(hidden[:1].expand(num_rows, -1)).float()  # a sampler may widen them
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_allocated() - before
     del hidden
     torch.cuda.empty_cache()
     kept = 0 if config.model.enforce_eager else GRAPH_BYTES
-    share = config.cache.gpu_memory_utilization
-    left = int(total * share) - (total - free) - activations - kept
-    asked = config.cache.kv_cache_memory_bytes
-    if asked is None and config.cache.num_pages is None and left <= 0:
-        need = (total - free + activations + kept) / 1e9
+    share, cache = config.cache.gpu_memory_utilization, config.cache
+    ours = torch.cuda.memory_reserved() + CONTEXT_BYTES
+    room = free - activations - kept
+    left = min(room, int(total * share) - ours - activations - kept)
+    asked = cache.kv_cache_memory_bytes
+    if asked is None and cache.num_pages is not None:
+        asked = sum(pages * size for pages, size in zip(geometry.num_pages, geometry.bytes_per_page, strict=True))
+    if asked is not None and asked > room:
+        field = "num_pages" if cache.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
+        raise InputError(field, f"got {getattr(cache, field)}, {asked} bytes; the device has {max(room, 0)} to give")
+    if asked is None and left < sum(2 * size for size in geometry.bytes_per_page):
         raise InputError(
             "gpu_memory_utilization",
-            f"got {share}, which is {total * share / 1e9:.1f} GB of {total / 1e9:.1f}; weights, tables and one step of "
-            f"{num_tokens} tokens take {need:.1f} GB",
+            f"got {share}, which is {total * share / 1e9:.1f} GB of {total / 1e9:.1f}; weights and tables take "
+            f"{ours / 1e9:.1f} GB, one step of {num_tokens} tokens {(activations + kept) / 1e9:.1f}, and other "
+            f"processes leave {free / 1e9:.1f} free",
         )
-    room = free - activations - kept
-    if asked is not None and asked > room:
-        raise InputError("kv_cache_memory_bytes", f"got {asked}, the device has {max(room, 0)} to give")
-    return MemoryBudget(total, total - free, activations, left)
+    return MemoryBudget(total, ours, activations, left)
 
 
 def describe(
@@ -94,7 +112,7 @@ def describe(
     lines = []
     if budget:
         lines.append(
-            f"memory: {budget.total / 1e9:.1f} GB, {budget.other / 1e9:.2f} taken by weights, tables and others, "
+            f"memory: {budget.total / 1e9:.1f} GB, {budget.ours / 1e9:.2f} taken by weights and tables, "
             f"{budget.activations / 1e9:.2f} by a step of {config.scheduler.tokens_per_step} tokens"
         )
     heads = spec.num_layers * spec.num_kv_heads

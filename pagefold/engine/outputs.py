@@ -17,6 +17,9 @@ class KVUsage:
     bytes         bytes of the pages held at the end
     peak_bytes    the most bytes of pages held
     preemptions   times the request was preempted
+
+    With steps planned ahead, a request that ends by a stop id or string has had one step more than its tokens need, and
+    what that step folded or opened counts.
     """
 
     tokens: int = 0

@@ -24,6 +24,9 @@ def build_scorer(spec: str, field: str = "kv_eviction") -> Scorer | None:
         raise InputError(field, str(error)) from None
 
 
+POLICIES_KEPT = 256
+
+
 class PolicyMaker:
     """Makes the `FoldPolicy` of each request.
 
@@ -48,6 +51,8 @@ class PolicyMaker:
         when = evict.kv_evict_when if sampling.kv_evict_when is None else sampling.kv_evict_when
         key = (spec, budget, when)
         if key not in self._cache:
+            if len(self._cache) == POLICIES_KEPT:
+                self._cache.clear()
             self._cache[key] = self._make(spec, budget, when)
         return self._cache[key]
 

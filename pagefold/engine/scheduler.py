@@ -8,6 +8,7 @@ import numpy as np
 
 from pagefold.core.config import SchedulerConfig
 from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult, SwapOp
+from pagefold.engine.grammar import Matcher, fill_masks
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.kv.manager import KVManager
 from pagefold.kv.state import FoldPolicy, KVState
@@ -42,7 +43,8 @@ class Scheduler:
     A step may be planned before the results of the one before it are known. Everything but the ids of the tokens it
     draws follows from counts, so the plan names such a token -1. A sequence that turns out to have ended before it is
     taken out then, and what the later step draws for it is dropped. One that was preempted meanwhile comes back when
-    all its tokens are known.
+    all its tokens are known. What a grammar allows next follows from the ids, so a sequence that has one is left out
+    while its newest token is in flight.
     """
 
     def __init__(self, config: SchedulerConfig, manager: KVManager):
@@ -119,12 +121,14 @@ class Scheduler:
         decodes, prefills, ended = [], [], 0
         for seq in self.running:
             pending = seq.num_pending
-            if pending == 1:
-                decodes.append(seq)
-            elif pending:
-                prefills.append(seq)
-            else:
+            if pending == 0:
                 ended += 1  # its last token is in flight
+            elif seq.grammar and seq.num_drawing:
+                continue  # what may follow depends on the token that is being drawn
+            elif pending == 1:
+                decodes.append(seq)
+            else:
+                prefills.append(seq)
         enough = True
         for seq in decodes + prefills:
             if plan.tokens_left == 0:
@@ -239,7 +243,7 @@ class Scheduler:
         else:
             self.stats.tokens_lost += kv.num_tokens
             self.manager.release(kv)
-            seq.state, seq.status = None, Status.WAITING
+            seq.state, seq.dropped, seq.status = None, kv, Status.WAITING
         seq.num_preemptions += 1
         self.stats.preemptions += 1
         self.add(seq)
@@ -331,6 +335,8 @@ class Scheduler:
                 if new is not None:
                     seq.tokens.append(new)
                     seq.output.append(new)
+                    if seq.grammar:
+                        seq.grammar.accept(new)
             if kv.num_indexed >= 0 and seq.state is kv and seq.status is Status.RUNNING:
                 self.manager.index(kv, seq.tokens)
             if drawn:
@@ -345,10 +351,12 @@ class Scheduler:
         if seq.max_tokens == 0:
             self.finish(seq, FinishReason.LENGTH)
         elif new is None:
-            seq.error = "the model's logits were not finite"
+            seq.error = (seq.grammar and seq.grammar.error) or "the model's logits were not finite"
             self.finish(seq, FinishReason.ABORT)
         elif new in seq.stop_ids and len(seq.output) >= seq.request.sampling.min_tokens:
             self.finish(seq, FinishReason.STOP, new if new in seq.request.sampling.stop_token_ids else None)
+        elif seq.grammar and seq.grammar.complete:
+            self.finish(seq, FinishReason.STOP)
         elif len(seq.output) >= seq.max_tokens:
             self.finish(seq, FinishReason.LENGTH)
 
@@ -367,6 +375,7 @@ class _PlanBuilder:
         self.prompt_targets: dict[int, tuple[list[int], int]] = {}
         self.jobs: list[Job] = []
         self.policies: list[ScorePolicy] = []
+        self.constrained: list[tuple[Matcher, SampleSpec]] = []
 
     def policy_index(self, policy: FoldPolicy) -> int:
         score = ScorePolicy(policy.scorer or "none", policy.sink_tokens, policy.window)
@@ -385,14 +394,15 @@ class _PlanBuilder:
         if count == 1:
             self.tokens.append(tokens[start] if start < len(tokens) else -1)
         else:
+            assert end <= len(tokens), "a token that is not known yet is the only one pending"
             self.tokens += tokens[start:end]
-            if end > len(tokens):
-                self.tokens.append(-1)
         spec = None
         if end == num_tokens and seq.max_tokens:
             seq.num_drawing += 1
             ask = seq.request
             spec = SampleSpec(ask.sampling, seq.seed, end, ask.prompt, seq.output, seq.stop_ids, seq.bad_ids)
+            if seq.grammar:
+                self.constrained.append((seq.grammar, spec))
         if num_logits:
             self.samples.append(spec)
         self.chunks.append((seq, Chunk(kv.slot, start, count, num_logits, kv.window_slot, window_start), kv))
@@ -404,6 +414,8 @@ class _PlanBuilder:
             self.prompt_targets[len(self.chunks)] = seq.tokens[start + 1 : min(end + 1, seq.prompt_len)], k
 
     def build(self, step: int, manager: KVManager, swaps: list[SwapOp]) -> StepPlan:
+        if self.constrained:
+            fill_masks(self.constrained)
         return StepPlan(
             step=step,
             edits=manager.drain_edits(),

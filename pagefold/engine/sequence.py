@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pagefold.core.types import FinishReason, Request, TokenLogprobs
+from pagefold.engine.grammar import Matcher
 from pagefold.kv.manager import Swapped
 from pagefold.kv.state import FoldPolicy, KVState
 
@@ -24,11 +25,13 @@ class Sequence:
     stop_ids     ids that end it (EOS ids unless ignored, and stop_token_ids)
     bad_ids      bad words as id sequences
     max_tokens   tokens to generate, within what the context and the pool allow
+    grammar      what its output must look like, advanced by every token of it
     prompt_len   tokens of the prompt
     last         number of tokens that are ever stored (the last one drawn is not)
     tokens       prompt and generated tokens, as far as their ids are known
     num_drawing  tokens that steps in flight are drawing: they count, and can be computed, before their ids are known
     state        its rows, while it runs; what became of them, once it is finished
+    dropped      the rows it had before it was last preempted to be computed again
     num_cached   tokens taken from the prefix cache when it first ran
     error        why it was aborted, if it failed
     """
@@ -40,6 +43,7 @@ class Sequence:
     stop_ids: frozenset[int]
     bad_ids: tuple[tuple[int, ...], ...]
     max_tokens: int
+    grammar: Matcher | None = None
     prompt_len: int = field(init=False)
     last: int = field(init=False)
     tokens: list[int] = field(init=False)
@@ -47,6 +51,7 @@ class Sequence:
     output: list[int] = field(default_factory=list)
     status: Status = Status.WAITING
     state: KVState | None = None
+    dropped: KVState | None = None
     swapped: Swapped | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -6,7 +6,7 @@ the cache still holds at t. The engine hands back the model's last hidden states
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -49,7 +49,8 @@ class Teacher:
     """Reads texts with an engine of its own around a model that is in memory."""
 
     def __init__(self, loaded: Loaded, config: EngineConfig):
-        self.engine = build_engine(config, loaded)
+        eager = replace(config.model, enforce_eager=True)  # what a graph returns is overwritten by the next step
+        self.engine = build_engine(replace(config, model=eager), loaded)
         runner = self.engine.runner
         runner.model, runner.sampler = _Headless(runner.model), _HandThrough()  # type: ignore[assignment]
         self._ids = count()

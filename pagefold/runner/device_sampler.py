@@ -9,9 +9,8 @@ knows: penalties and bad words take it from there.
 """
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,10 +31,10 @@ from pagefold.runner.sampler import (
 from pagefold.runner.upload import upload
 
 T = TypeVar("T", np.ndarray, Tensor)
+V = TypeVar("V")
 BLOCK = 1024  # ids that kernels look at together: the fewer, the more of a row its cuts can skip
 _LOG2_E = math.log2(math.e)
 _RANKED_AT_ONCE = 64  # rows whose log-probabilities are taken together
-_PROMPTS_KEPT = 1024  # prompts whose distinct ids are kept for the next step
 
 
 class _Readback:
@@ -102,6 +101,7 @@ class _Edits(NamedTuple, Generic[T]):
         repetition, frequency, presence    * [E + 1]
         narrow                  rows with allowed_token_ids
         allowed                 places of those ids
+        masked, words           rows with a mask, and its words of 64 bits, ceil(V / 64) each
         early, bad              places that min_tokens and bad_words forbid
         bad_after               the newest token after which a bad one is forbidden; -1: any
         biased, bias *          places, each once
@@ -116,6 +116,8 @@ class _Edits(NamedTuple, Generic[T]):
     presence: T
     narrow: T
     allowed: T
+    masked: T
+    words: T
     early: T
     bad: T
     bad_after: T
@@ -138,7 +140,9 @@ class DeviceSampler:
         self._device = torch.device(device)
         self._salts = race_salts(vocab_size).to(self._device)
         self._unedited = torch.empty(0, vocab_size, dtype=torch.float32, device=self._device)
-        self._prompts: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}  # by identity
+        self._habits: _Kept[_Habit] = _Kept()  # of parameters
+        self._prompts: _Kept[np.ndarray] = _Kept()  # distinct ids
+        self._outputs: _Kept[_Counts] = _Kept()
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, specs: Sequence[SampleSpec], last: Tensor) -> Draw:
@@ -152,11 +156,19 @@ class DeviceSampler:
             raise ValueError(f"logits: got {tuple(logits.shape)}, must be [{len(specs)}, >= {self.vocab_size}]")
         if not specs:
             return Draw(torch.empty(0, dtype=torch.int64, device=self._device), [], [], [])
-        rows = [row for row, spec in enumerate(specs) if has_edits(spec, _num_output(spec))]
-        asked = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-        counts = [k for spec in specs if (k := spec.params.logprobs) is not None]
-        edits = self._edits(rows, specs) if rows else ()
-        rules, asked_rows, *sent = upload([self._rules(rows, specs), np.array(asked, np.int64), *edits], self._device)
+        for kept in (self._habits, self._prompts, self._outputs):
+            kept.turn()
+        habits = [self._habits.of(spec.params, lambda s=spec: _Habit.make(s, self.vocab_size)) for spec in specs]
+        rows = [
+            row
+            for row, (spec, habit) in enumerate(zip(specs, habits, strict=True))
+            if (habit.may_edit or spec.mask is not None) and has_edits(spec, _num_output(spec))
+        ]
+        asked = [row for row, habit in enumerate(habits) if habit.num_ranked is not None]
+        counts = [habits[row].num_ranked or 0 for row in asked]
+        edits = self._edits(rows, specs, habits) if rows else ()
+        rules = self._rules(rows, specs, habits)
+        rules, asked_rows, *sent = upload([rules, np.array(asked, np.int64), *edits], self._device)
         edited = self._edit(logits, last, _Edits(*sent)) if sent else self._unedited
         ids = draw(logits, edited, rules.view(len(specs), -1), self._salts, BLOCK)
         ranks = self._rank(logits, asked_rows, ids[asked_rows].clamp(min=0), max(counts)) if asked else []
@@ -178,45 +190,50 @@ class DeviceSampler:
         ids, logprobs, ranks = (torch.cat(column) for column in zip(*parts))
         return [ids, logprobs.double().view(torch.int64), ranks]
 
-    def _rules(self, rows: list[int], specs: Sequence[SampleSpec]) -> np.ndarray:
+    def _rules(self, rows: list[int], specs: Sequence[SampleSpec], habits: list["_Habit"]) -> np.ndarray:
         source = np.full(len(specs), -1)
         source[rows] = np.arange(len(rows))
         seeds = np.array([spec.seed for spec in specs], np.int64).view(np.uint64)
         positions = np.array([spec.position for spec in specs], np.uint64)
-        columns = zip(*(_cuts(spec, self.vocab_size) for spec in specs))
-        sharpness, floor, top_k, top_p = (np.array(column) for column in columns)
-        return pack_rules(source, race_key(seeds, positions), sharpness, floor, top_k, top_p)
+        cuts = np.array([habit.cuts for habit in habits])  # float64 holds every top_k
+        sharpness, floor, top_k, top_p = np.ascontiguousarray(cuts.T)
+        return pack_rules(source, race_key(seeds, positions), sharpness, floor, top_k.astype(np.int64), top_p)
 
-    def _edits(self, rows: list[int], specs: Sequence[SampleSpec]) -> _Edits[np.ndarray]:
-        """Everything about the edits that the host knows."""
+    def _edits(self, rows: list[int], specs: Sequence[SampleSpec], habits: list["_Habit"]) -> _Edits[np.ndarray]:
+        """Everything about the edits that the host knows. What a step costs here must not grow with the lengths of
+        prompts and outputs but by copying their distinct ids."""
         lists: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.int64)] for name in _Edits._fields[5:]}
         lists["bias"] = [np.empty(0)]
         add = lambda name, values: lists[name].append(np.asarray(values, lists[name][0].dtype))  # noqa: E731
-        known = lambda ids: known_ids(ids, self.vocab_size)  # noqa: E731
         edited = [specs[row] for row in rows]
-        for row, spec in enumerate(edited):
+        for row, (spec, habit) in enumerate(zip(edited, (habits[row] for row in rows), strict=True)):
             p, first = spec.params, row * self.vocab_size
             if p.allowed_token_ids is not None:
                 add("narrow", [row])
-                add("allowed", first + known(p.allowed_token_ids))
+                add("allowed", first + habit.allowed)
+            if spec.mask is not None:
+                add("masked", [row])
+                add("words", self._mask_words(spec.mask))
             if _num_output(spec) < p.min_tokens:
-                add("early", first + known(spec.stop_ids))
+                add("early", first + habit.stops)
             for word in spec.bad_ids:
                 after = _forbidden_after(word, spec)
                 if after is not None and 0 <= word[-1] < self.vocab_size:
                     add("bad", [first + word[-1]])
                     add("bad_after", [after])
             if p.logit_bias:
-                bias = {id: value for id, value in p.logit_bias.items() if 0 <= id < self.vocab_size}
-                add("biased", first + known(bias))
-                add("bias", list(bias.values()))
+                add("biased", first + habit.biased)
+                add("bias", habit.bias)
             if p.repetition_penalty != 1:
-                add("seen", first + self._prompt_ids(spec.prompt))
-                add("seen", first + known(set(spec.output)))
-            if p.frequency_penalty != 0 or p.presence_penalty != 0:
-                times = {id: num for id, num in Counter(spec.output).items() if 0 <= id < self.vocab_size}
-                add("counted", first + known(times))
-                add("times", list(times.values()))
+                distinct = lambda s=spec: np.unique(known_ids(s.prompt, self.vocab_size))  # noqa: E731
+                add("seen", first + self._prompts.of(spec.prompt, distinct))
+            if p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0:
+                ids, times = self._outputs.of(spec.output, lambda: _Counts(self.vocab_size)).of(spec.output)
+                if p.repetition_penalty != 1:
+                    add("seen", first + ids)
+                if p.frequency_penalty != 0 or p.presence_penalty != 0:
+                    add("counted", first + ids)
+                    add("times", times)
         column = lambda name, spare: np.array([*(getattr(spec.params, name) for spec in edited), spare]).view(np.int64)  # noqa: E731
         return _Edits(
             rows=np.array([*rows, 0]),
@@ -227,13 +244,10 @@ class DeviceSampler:
             **{name: np.concatenate(arrays).view(np.int64) for name, arrays in lists.items()},
         )
 
-    def _prompt_ids(self, prompt: tuple[int, ...]) -> np.ndarray:
-        """The distinct ids of a prompt, which step after step asks for."""
-        if id(prompt) not in self._prompts:
-            if len(self._prompts) == _PROMPTS_KEPT:
-                self._prompts.clear()
-            self._prompts[id(prompt)] = prompt, np.unique(known_ids(prompt, self.vocab_size))
-        return self._prompts[id(prompt)][1]
+    def _mask_words(self, mask: np.ndarray) -> np.ndarray:
+        words = np.zeros(-(-self.vocab_size // 64) * 2, np.uint32)
+        words[: len(mask)] = mask[: len(words)]
+        return words.view(np.int64)
 
     def _edit(self, logits: Tensor, last: Tensor, e: _Edits[Tensor]) -> Tensor:
         """float32[E + 1, V], the rows that have edits, after them."""
@@ -241,13 +255,15 @@ class DeviceSampler:
         x = logits[:, :width].index_select(0, e.rows).float()
         flat = x.view(-1)
         sound = x.amax(-1).isfinite()
-        newest = torch.where(e.waits > 0, last.index_select(0, e.rows), -1)  # -1 there, too: the row had no token
+        newest = torch.where(e.waits > 0, last.index_select(0, e.rows), -1)
         place = torch.arange(0, flat.numel(), width, device=x.device) + newest
         place = torch.where(newest >= 0, place, nowhere)
         if e.narrow.numel():
             kept = flat.index_select(0, e.allowed)
             x.index_fill_(0, e.narrow, -math.inf)
             flat.index_copy_(0, e.allowed, kept)
+        if e.masked.numel():
+            _apply_masks(x, e.masked, e.words)
         if e.early.numel() or e.bad.numel():
             follows = (e.bad_after < 0) | (e.bad_after == newest[e.bad // width])
             _forbid(x, e.early, torch.where(follows, e.bad, nowhere))
@@ -257,6 +273,74 @@ class DeviceSampler:
         _punish_output(x, e, place)
         x[:, 0].masked_fill_(~sound, math.nan)  # masks may have hidden what was wrong with the row
         return x
+
+
+class _Kept(Generic[V]):
+    """What was found out about objects that this step or the one before asked for, by their identity. The objects are
+    kept with it, so that their identity stays theirs."""
+
+    def __init__(self):
+        self._now: dict[int, tuple[Any, V]] = {}
+        self._before: dict[int, tuple[Any, V]] = {}
+
+    def turn(self) -> None:
+        """A step begins."""
+        self._now, self._before = {}, self._now
+
+    def of(self, owner: Any, make: Callable[[], V]) -> V:
+        entry = self._now.get(id(owner))
+        if entry is None:
+            entry = self._before.get(id(owner)) or (owner, make())
+            self._now[id(owner)] = entry
+        return entry[1]
+
+
+class _Habit(NamedTuple):
+    """What the parameters of a request say of each of its draws; ids are int64 arrays."""
+
+    may_edit: bool
+    num_ranked: int | None
+    cuts: tuple[float, float, int, float]
+    allowed: np.ndarray
+    stops: np.ndarray
+    biased: np.ndarray
+    bias: np.ndarray
+
+    @classmethod
+    def make(cls, spec: SampleSpec, vocab_size: int) -> "_Habit":
+        p = spec.params
+        bias = {id: value for id, value in (p.logit_bias or {}).items() if 0 <= id < vocab_size}
+        return cls(
+            may_edit=has_edits(spec, 0) or has_edits(spec, 1),
+            num_ranked=p.logprobs,
+            cuts=_cuts(spec, vocab_size),
+            allowed=known_ids(p.allowed_token_ids or (), vocab_size),
+            stops=known_ids(spec.stop_ids, vocab_size),
+            biased=known_ids(bias, vocab_size),
+            bias=np.array(list(bias.values()), np.float64),
+        )
+
+
+class _Counts:
+    """The distinct ids of an output that grows, and how often each occurs."""
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._place: dict[int, int] = {}
+        self._table = np.zeros((2, 64), np.int64)  # ids, times
+        self._taken = 0
+
+    def of(self, output: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, times) int64[*] each, after taking in what `output` grew by since the last call."""
+        for id in output[self._taken :]:
+            if 0 <= id < self._vocab_size:
+                place = self._place.setdefault(id, len(self._place))
+                if place == self._table.shape[1]:
+                    self._table = np.concatenate((self._table, np.zeros_like(self._table)), 1)
+                self._table[:, place] = id, self._table[1, place] + 1
+        self._taken = len(output)
+        ids, times = self._table[:, : len(self._place)]
+        return ids, times
 
 
 def _num_output(spec: SampleSpec) -> int:
@@ -282,6 +366,13 @@ def _cuts(spec: SampleSpec, vocab_size: int) -> tuple[float, float, int, float]:
 
 
 # Places that occur twice among those written below get the same number twice.
+
+
+def _apply_masks(x: Tensor, rows: Tensor, words: Tensor) -> None:
+    """Keep of some rows of x[R, V] the ids whose bits are set in words int64[rows * ceil(V / 64)], lowest first."""
+    bits = torch.arange(8, dtype=torch.uint8, device=x.device)
+    allowed = (words.view(torch.uint8)[:, None] >> bits & 1).view(len(rows), -1)[:, : x.shape[1]]
+    x.index_copy_(0, rows, x.index_select(0, rows).masked_fill_(allowed == 0, -math.inf))
 
 
 def _forbid(x: Tensor, early: Tensor, bad: Tensor) -> None:

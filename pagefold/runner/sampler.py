@@ -3,7 +3,7 @@
 The order of operations is vLLM's:
 
     log-probabilities are taken from the model's own distribution, before anything below
-    allowed_token_ids, min_tokens, logit_bias, bad_words             masks and biases
+    allowed_token_ids, grammar, min_tokens, logit_bias, bad_words    masks and biases
     repetition penalty (prompt and output), frequency, presence      penalties
     greedy:  the largest logit, ties to the lowest id
     else:    temperature, min_p, top_k, top_p, the draw
@@ -15,7 +15,7 @@ in the logits seldom does.
 
 Two things can go wrong in a row, and both stay in that row. A row with a NaN or +inf logit, or with no finite one, has
 no distribution: its id is None. Masks that leave no id give way: min_tokens first, so that the request can end, then
-bad_words; allowed_token_ids never does, and if it leaves no finite logit the id is None.
+bad_words; allowed_token_ids and a grammar's mask never do, and if they leave no finite logit the id is None.
 """
 
 import math
@@ -192,6 +192,7 @@ def has_edits(spec: SampleSpec, num_output: int) -> bool:
     p = spec.params
     return bool(
         p.allowed_token_ids is not None
+        or spec.mask is not None
         or (spec.stop_ids and num_output < p.min_tokens)
         or p.logit_bias
         or spec.bad_ids
@@ -206,6 +207,8 @@ def _edit(x: Tensor, spec: SampleSpec) -> Tensor:
     if p.allowed_token_ids is not None:
         allowed = _index(p.allowed_token_ids, x)
         x = torch.full_like(x, -math.inf).index_copy_(0, allowed, x[allowed])
+    if spec.mask is not None:
+        x.masked_fill_(~torch.from_numpy(mask_bits(spec.mask, len(x))).to(x.device), -math.inf)
     early = spec.stop_ids if len(spec.output) < p.min_tokens else frozenset()
     bad = [word[-1] for word in spec.bad_ids if would_end(word, spec.output)]
     if early or bad:
@@ -248,6 +251,11 @@ def known_ids(ids: Collection[int], vocab_size: int) -> np.ndarray:
     """The ids that there are, in their order: int64[*]."""
     index = np.fromiter(ids, np.int64, len(ids))
     return index[(index >= 0) & (index < vocab_size)]
+
+
+def mask_bits(mask: np.ndarray, vocab_size: int) -> np.ndarray:
+    """`SampleSpec.mask` as bool[V]."""
+    return np.unpackbits(mask.view(np.uint8), count=vocab_size, bitorder="little").view(bool)
 
 
 def _pick_best(x: Tensor, specs: list[SampleSpec]) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pagefold.evict.crowding import crowding_of_rows
 from pagefold.evict.scorer import SCORERS, ScoreContext
 from pagefold.models.rope import inv_freq
 from pagefold.models.tiny import tiny_spec
@@ -85,6 +86,10 @@ class DenseRows:
                 weights = (queries[0, c, u] @ keys[0, c, :seen].T * SCALE).softmax(-1)
                 out[0, c, :seen] += (weights.amax(0) if across == "max" else weights.mean(0)) / window
         return out
+
+    def crowding(self, threshold: float, block: int | None = None) -> Tensor:
+        keys = self.keys()
+        return crowding_of_rows(keys, torch.ones(1, 1, keys.shape[2], dtype=torch.bool), threshold, block)
 
     def state(self, name: str) -> Tensor:
         width = SCORERS.get(self.model.folding.scorer.partition(":")[0]).state[name].width  # type: ignore
