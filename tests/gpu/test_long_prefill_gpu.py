@@ -1,8 +1,9 @@
-"""Long chunks on a device: cuDNN over decoded blocks, merged with the paged kernel, against float32 attention."""
+"""Long chunks on a device: cuDNN over decoded blocks and a causal square, merged, against float32 attention."""
 
 import time
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,8 +11,8 @@ pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.backends.base import ForwardInputs, KVView
 from pagefold.backends.triton import long_prefill
-from pagefold.backends.triton.backend import TritonBackend, _query_frames
-from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, gather_rows, prefix_attention
+from pagefold.backends.triton.backend import TritonBackend
+from pagefold.backends.triton.long_prefill import Cover, LongPrefill, attend_long, attention, gather_rows, warm_up
 from pagefold.store.format import parse_format
 from pagefold.store.pagestore import PageStore
 from tests.backend.cases import Case, make_batch, members_of
@@ -61,11 +62,14 @@ def long_cache(hot: str, cold: str | None, length: int, evicted: list[int], grou
     return KVView(stores, *tables, window, torch.ones(HEAD_DIM // 2, device="cuda"), PAGE), case
 
 
+def planes_of(view: KVView) -> list[list[torch.Tensor]]:
+    return [[store.rows(name) for name in ("k_data", "k_scale", "v_data", "v_scale")] for store in view.tiers]
+
+
 def attend(view: KVView, q: torch.Tensor, batch: ForwardInputs) -> torch.Tensor:
-    backend, out = TritonBackend(), torch.full_like(q, torch.nan)
-    shapes = [backend._shapes(view, tier)[1] for tier in range(len(view.tiers))]
+    out, planes = torch.full_like(q, torch.nan), planes_of(view)
     for chunk in LongPrefill().plan(view, batch):
-        attend_long(view, 0, q, _query_frames(view, q), chunk, shapes, SCALE, out)
+        attend_long(view, planes, 0, q, chunk, SCALE, out)
     return out
 
 
@@ -103,49 +107,102 @@ def milliseconds(call) -> float:
     return min(a.elapsed_time(b) for a, b in pairwise(events))
 
 
-@pytest.mark.parametrize("length", [65536, 131072])
-@pytest.mark.parametrize("format", ["bf16", "int4"])
-def test_8192_new_tokens_of_a_long_sequence(monkeypatch, capsys, format, length):
+@pytest.mark.parametrize("q_len, length", [(8192, 8192), (8192, 65536), (8192, 131072), (8191, 66559), (16384, 65536)])
+@pytest.mark.parametrize("format", ["bf16", "fp8", "int4"])
+def test_new_tokens_of_a_long_sequence(monkeypatch, capsys, format, q_len, length):
     view, case = long_cache(format, None, length, [0], [0] * HEADS)
-    batch = moved(make_batch(view, case, [(1, 8192)]))
-    q = torch.randn(8192, HEADS * PER_HEAD, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    ours, tokens = attend(view, q, batch), [0, 1, 100, 4095, 8191]
+    batch = moved(make_batch(view, case, [(1, q_len)]))
+    q = torch.randn(q_len, HEADS * PER_HEAD, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    ours, tokens = attend(view, q, batch), [0, 1, 100, 4095, q_len - 1]
     assert error(ours[tokens], exact(view, q, length, tokens)) < 5e-3
     assert torch.isfinite(ours).all()
-    monkeypatch.setattr(long_prefill, "has_prefix_attention", lambda kv: False)
+    monkeypatch.setattr(long_prefill, "has_attention", lambda kv: False)
     paged = TritonBackend()
-    flops = 4 * q.shape[1] * HEAD_DIM * 8192 * (length - 4096)
+    flops = 4 * q.shape[1] * HEAD_DIM * q_len * (length - q_len / 2)
     only_paged = flops / milliseconds(lambda: paged.attend(view, 0, q, batch, SCALE)) / 1e9
     monkeypatch.undo()
     batch.plan = None
-    (chunk,) = LongPrefill().plan(view, batch)
-    shapes, out = [paged._shapes(view, 0)[1]], torch.empty_like(q)
-    queries = _query_frames(view, q)
-    both = flops / milliseconds(lambda: attend_long(view, 0, q, queries, chunk, shapes, SCALE, out)) / 1e9
+    chunks, planes, out = LongPrefill().plan(view, batch), planes_of(view), torch.empty_like(q)
+
+    def by_library() -> None:
+        for chunk in chunks:
+            attend_long(view, planes, 0, q, chunk, SCALE, out)
+
+    took = milliseconds(by_library)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    by_library()
+    launched = (time.perf_counter() - start) * 1e3
     with capsys.disabled():
-        print(f"\n{format}, 8192 of {length}: {both:.0f} TFLOP/s, the paged kernel alone {only_paged:.0f}")
+        print(
+            f"\n{format}, {q_len} of {length}: {took:.2f} ms, {flops / took / 1e9:.0f} TFLOP/s, launched in "
+            f"{launched:.2f} ms; the paged kernel {only_paged:.0f} TFLOP/s"
+        )
 
 
-def test_new_shapes_are_paid_for_once(capsys):
-    """Seconds of the first call for each shape of queries and rows, and of the next."""
-    took = []
-    for num_rows in (8192, 16384, 32768, 65536):
-        for num_queries in (1024, 8192):
-            q = torch.randn(num_queries, 32, 128, dtype=torch.bfloat16, device="cuda").transpose(0, 1)
-            k = torch.randn(8, num_rows, 128, dtype=torch.bfloat16, device="cuda")
-            times = []
-            for _ in range(2):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                prefix_attention(q, k, k, SCALE)
-                torch.cuda.synchronize()
-                times.append(time.perf_counter() - start)
-            took.append((num_queries, num_rows, *times))
-    assert all(again < 0.1 for *_, again in took)
+def test_pieces_of_the_work(capsys):
+    """Milliseconds of each kernel around the library's, and of the library's in the layouts it is given."""
+    view, case = long_cache("int4", None, 65536, [0], [0] * HEADS)
+    batch = moved(make_batch(view, case, [(1, 8100)]))
+    (chunk,) = LongPrefill().plan(view, batch)
+    (cover,), planes = chunk.covers[0], planes_of(view)
+    q = torch.randn(8100, HEADS * PER_HEAD, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    decode = lambda: gather_rows(view, planes, 0, 1, cover, 0, 32768, 65536, q.dtype)  # noqa: E731
+    k, v = (rows.transpose(0, 1) for rows in decode())
+    of_blocks, of_square = long_prefill._queries(view, q, cover)
+    size = of_square.shape[1]
+    square = lambda: attention(of_square, k[:, :size], v[:, :size], SCALE, True)  # noqa: E731
+    block = lambda: attention(of_blocks, k, v, SCALE, False)  # noqa: E731
+    headed = [rows.contiguous() for rows in (k, v)]
+    took = {
+        "32768 rows decoded": decode,
+        f"8100 queries placed twice, rest up to {int(cover.rest.max())}": lambda: long_prefill._queries(view, q, cover),
+        "8192 queries, 32768 rows, heads inside rows": block,
+        "8192 queries, 32768 rows, rows inside heads": lambda: attention(of_blocks, *headed, SCALE, False),
+        f"square of {size}": square,
+        "three parts merged": lambda: long_prefill._merge(view, [parts[0], *parts], cover, out),
+    }
+    parts, out = [block(), square()], torch.empty_like(q)
     with capsys.disabled():
         print()
-        for num_queries, num_rows, first, again in took:
-            print(f"{num_queries} queries, {num_rows} rows: first {first * 1e3:.0f} ms, again {again * 1e3:.1f} ms")
+        for name, call in took.items():
+            print(f"{name}: {milliseconds(call):.3f} ms")
+
+
+def test_requests_wait_for_no_plan_after_warming_up(capsys):
+    """Seconds of the first call for lengths of chunks and prefixes that nobody asked for before."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    view, case = long_cache("bf16", None, 131072, [0], [0] * HEADS)
+    warm_up(view, 8192, 131072)
+    torch.cuda.synchronize()
+    warmed, took = time.perf_counter() - start, []
+    for q_len, past in [(8192, 0), (8192, 122880), (7000, 20000), (8100, 99999), (1500, 65535), (8191, 1024)]:
+        q = torch.randn(q_len, HEADS * PER_HEAD, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        chunk = LongPrefill().chunk(view, 0, 1, slice(0, q_len), np.array([past]))
+        for _ in range(2):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            attend_long(view, planes_of(view), 0, q, chunk, SCALE, torch.empty_like(q))
+            torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+    with capsys.disabled():
+        print(
+            f"\nwarmed up, cache made, in {warmed:.1f} s; first and next calls, ms:", [f"{t * 1e3:.1f}" for t in took]
+        )
+    assert all(first < again + 0.05 for first, again in zip(took[::2], took[1::2]))
+
+
+def test_several_long_chunks_beside_decodes_and_short_chunks():
+    view, case = long_cache("int4", None, 40000, [0], [0] * HEADS)
+    batch = moved(make_batch(view, case, [(1, 1), (1, 9000), (1, 300), (1, 8192), (1, 1)]))
+    q = torch.randn(len(batch.tokens), HEADS * PER_HEAD, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    out, first = TritonBackend().attend(view, 0, q, batch, SCALE), 0
+    for q_len in batch.host_q_lens:
+        tokens = sorted({0, q_len // 2, q_len - 1})
+        part = slice(first, first + q_len)
+        assert error(out[part][tokens], exact(view, q[part], 40000, tokens)) < 5e-3
+        first += q_len
 
 
 @pytest.mark.parametrize("hot, cold", [("bf16", "int4"), ("fp8", None), ("k4v2", None), ("int4", "k4v2")])
@@ -163,11 +220,14 @@ def test_uneven_groups_and_tiers(hot, cold):
 
 def test_a_block_holds_the_rows_as_decoded():
     view, _ = long_cache("int4", None, 20000, [0], [0] * HEADS)
-    heads, slot = torch.tensor([1, 6], device="cuda"), torch.tensor([1], device="cuda")
-    planes = [[view.tiers[0].rows(name) for name in ("k_data", "k_scale", "v_data", "v_scale")]]
-    k, v = gather_rows(view, planes, 0, slot, heads, 8192, 8192, torch.bfloat16)
+    heads = torch.tensor([1, 6], device="cuda")
+    cover = Cover(heads, torch.tensor([100, 100], device="cuda"), True, False, 16284, 1024, [])
+    k, v = gather_rows(view, planes_of(view), 0, 1, cover, 8192, 8192, 16284, torch.bfloat16)
     pages = view.page_table[1, 0, 128:256].long()
     for role, ours in (("k", k), ("v", v)):
         data, scale = (view.tiers[0].planes[f"{role}_{part}"][pages][:, heads] for part in ("data", "scale"))
-        truth = view.tiers[0].format.k.decode(data, scale, torch.float32).transpose(0, 1).flatten(1, 2)
+        truth = view.tiers[0].format.k.decode(data, scale, torch.float32).transpose(1, 2).flatten(0, 1)
         assert error(ours, truth) < 3e-3
+    k, v = gather_rows(view, planes_of(view), 0, 1, cover, 8192, 8192, 12000, torch.bfloat16)
+    past = 12100 - 8192
+    assert k[past - 1].any() and v[past - 1].any() and not k[past:].any() and not v[past:].any()
