@@ -110,7 +110,7 @@ class JobBatch:
     num_rows      int64[J]    rows of the group, an open last page included
     num_tokens    int64[J]    tokens of the sequence: the window's last query is token num_tokens - 1
     window_slots  int64[J]    0 where a job has no window
-    dst_pages     int64[J, n / page_size]   destination pages (all jobs of a batch keep the same number of rows)
+    dst_pages     int64[J, n / page_size]   destination pages, which say how many rows a job keeps: 0 past its last
     dst_tier      int         tier of the destination
     max_src       int         largest of num_src, on the host
     max_rows      int         largest of num_rows, on the host
@@ -162,10 +162,22 @@ class Backend(Protocol):
         """A scorer's per-row memory, float32[J, C, N, width]; 0 where a job has fewer than N rows."""
         ...
 
+    def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
+        """How much the keys of source rows repeat each other, float32[J, C, N]; 0 where a job has fewer than N rows.
+        `RowSource.crowding` says how."""
+        ...
+
+    def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
+        """The best source rows of each job, as many as its destination has room for: int64[J, C, n], ascending; what
+        follows a job's last does not matter. `pagefold.evict.select.select_rows` says which. The caller has checked
+        the limits."""
+        ...
+
     def compact(self, kv: KVView, jobs: JobBatch, columns: slice, keep: Tensor, state: dict[str, Tensor]) -> None:
-        """Write rows keep (int64[J, C, n], ascending indices of source rows) to the destination pages, in every plane.
-        Rows are re-encoded only if the tier changes, and with it the codec. `state` (float32[J, C, N, width] by name)
-        replaces the stored state of the source rows on the way. Source pages are never written."""
+        """Write rows keep (int64[J, C, n], ascending indices of source rows) to the destination pages, in every plane,
+        as many as a job has pages for. Rows are re-encoded only if the tier changes, and with it the codec. `state`
+        (float32[J, C, N, width] by name) replaces the stored state of the source rows on the way. Source pages are
+        never written."""
         ...
 
     def copy_pages(self, src: PageStore, src_pages: Tensor, dst: PageStore, dst_pages: Tensor) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from pagefold.backends import cpu_append, cpu_decode, cpu_layers
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.torch_ops import TorchOps, turned_heads
+from pagefold.evict.crowding import crowding_of_rows
+from pagefold.evict.select import select_ragged
 from pagefold.store.format import RowCodec
 from pagefold.store.lowbit import hadamard
 from pagefold.store.pagestore import PageStore
@@ -306,6 +308,13 @@ class CpuBackend(TorchOps):
         state = parts[0] if len(parts) == 1 else torch.where(cold[:, None, :, None, None], parts[1], parts[0])
         return state.flatten(2, 3)[:, :, : jobs.max_src].float().masked_fill(~_valid(jobs)[..., None], 0)
 
+    def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
+        return crowding_of_rows(self.read_rows(kv, jobs, columns, "k"), _valid(jobs), threshold, block)
+
+    def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
+        counts = (jobs.dst_pages != 0).sum(1) * kv.page_size
+        return select_ragged(scores, jobs.num_src, jobs.num_rows, counts.tolist(), sink_tokens, window)
+
     def compact(self, kv: KVView, jobs: JobBatch, columns: slice, keep: Tensor, state: dict[str, Tensor]) -> None:
         dst = kv.tiers[jobs.dst_tier]
         column = _column_ids(kv, columns)[:, None]  # [C, 1]
@@ -314,16 +323,17 @@ class CpuBackend(TorchOps):
         page = tables.gather(2, place).long()
         cold = (place < kv.cold[jobs.slots, jobs.groups, None, None]).flatten()
         to = jobs.dst_pages.repeat_interleave(kv.page_size, 1)[:, None]
+        stays = (to != 0).expand(-1, keep.shape[1], -1).flatten()
         to = ((column * dst.num_pages + to) * kv.page_size + torch.arange(keep.shape[2]) % kv.page_size).flatten()
         for tier, src in enumerate(kv.tiers):
             row = ((column * src.num_pages + page) * kv.page_size + keep % kv.page_size).flatten()
-            picked = (cold == bool(tier)).nonzero()[:, 0]
+            picked = ((cold == bool(tier)) & stays).nonzero()[:, 0]
             if len(picked):
                 _move(src, dst, row[picked], to[picked], kv.row_dtype)
         for name, values in state.items():
             kept = values.gather(2, keep[..., None].expand(-1, -1, -1, values.shape[-1])).flatten(0, 2)
             plane = dst.rows(f"state.{name}")
-            plane.index_copy_(0, to, kept.to(plane.dtype))
+            plane.index_copy_(0, to[stays], kept[stays].to(plane.dtype))
 
     def copy_pages(self, src: PageStore, src_pages: Tensor, dst: PageStore, dst_pages: Tensor) -> None:
         for name, plane in dst.planes.items():

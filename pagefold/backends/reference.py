@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.torch_ops import TorchOps, turned_heads
+from pagefold.evict.select import select_ragged
 from pagefold.store.pagestore import PageStore
 
 
@@ -142,11 +143,34 @@ class Reference(TorchOps):
                 result[j, c, place] = store.planes[f"state.{name}"][page, column, index].float()
         return result
 
+    def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
+        result = torch.zeros(
+            len(jobs.slots), len(range(kv.members.shape[1])[columns]), jobs.max_src, dtype=kv.row_dtype
+        )
+        for j, c, slot, group, column, _, _ in heads_of(kv, jobs, columns):
+            rows = source_rows(kv, jobs, j)
+            keys = read(kv, slot, group, column, rows, "k", torch.float64)
+            keys = torch.nn.functional.normalize(keys, dim=-1, eps=1e-6)
+            for start in range(0, len(rows), block or len(rows)):
+                some = keys[start : start + (block or len(rows))]
+                cosines = (some @ some.mT).fill_diagonal_(0)
+                for of_one in cosines.T:
+                    similar = (of_one > threshold).nonzero()[:, 0]
+                    of_one[similar[-1:]] = 0
+                result[j, c, start : start + len(some)] = cosines.sum(1)
+        return result
+
+    def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
+        counts = (jobs.dst_pages != 0).sum(1) * kv.page_size
+        return select_ragged(scores, jobs.num_src, jobs.num_rows, counts.tolist(), sink_tokens, window)
+
     def compact(self, kv: KVView, jobs: JobBatch, columns: slice, keep: Tensor, state: dict[str, Tensor]) -> None:
         dst = kv.tiers[jobs.dst_tier]
         for j, c, slot, group, column, _, _ in heads_of(kv, jobs, columns):
             first = source_rows(kv, jobs, j).start
             for place, chosen in enumerate(keep[j, c].tolist()):
+                if jobs.dst_pages[j, place // kv.page_size] == 0:
+                    break
                 src, src_page, src_index = locate(kv, slot, group, first + chosen)
                 page, index = int(jobs.dst_pages[j, place // kv.page_size]), place % kv.page_size
                 for role, old, new in (("k", src.format.k, dst.format.k), ("v", src.format.v, dst.format.v)):

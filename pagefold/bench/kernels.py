@@ -1,6 +1,7 @@
-"""Decode and prefill attention on a GPU against what the memory and the matrix units give.
+"""Decode and prefill attention on a GPU against what the memory and the matrix units give, and what a compaction takes.
 
     python -m pagefold.bench.kernels --json kernels.json --fa3 --peer-path FOLDER
+    python -m pagefold.bench.kernels --compaction
 
 Bytes are those that a format defines, read once; times are of replayed CUDA graphs over several layers, which together
 exceed the L2 cache. No number is printed for a kernel whose output was not first compared with torch.
@@ -23,6 +24,9 @@ from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.plan import DecodeShape, Shape, decode_shape, device_codec, multiprocessors
 from pagefold.bench.peers import PeerHome, run_flash_attention_3
 from pagefold.bench.peers import median_seconds as seconds
+from pagefold.core.types import Job, ScorePolicy
+from pagefold.evict.scorer import SCORERS
+from pagefold.runner.compressor import Compressor
 from pagefold.store.format import parse_format
 from pagefold.store.pagestore import PageStore
 
@@ -36,6 +40,8 @@ PREFILL = [(8192, 8192), (8192, 32768), (8192, 131072), (2048, 32768)]  # new to
 COPIED_BYTES = (1 << 30, 1 << 31, 1 << 32)
 LAYER_BYTES = 3 << 28  # of all layers that a timed graph reads: many times the L2 cache
 LIMIT = 1e-2  # relative error that a kernel may have
+COMPACTION_LAYERS, COMPACTION_ROWS, COMPACTION_KEEP = 36, 1280, 1024
+COMPACTION_JOBS = (1, 8)
 
 # (tile, warps, stages), first those that looked best on paper
 SHAPES = {
@@ -348,6 +354,69 @@ def time_prefill_cudnn(cache: Cache, q: Tensor, q_len: int, flops: float) -> dic
     }
 
 
+def compaction_work(format: str, num_jobs: int) -> tuple[Compressor, list[Job]]:
+    """Folds of a model of the shape of Qwen3-4B, whole sequences of 1280 rows down to 1024, from random rows."""
+    size, source, kept = 64, COMPACTION_ROWS // 64, COMPACTION_KEEP // 64
+    pages, columns = num_jobs * (source + kept) + 1, COMPACTION_LAYERS * KV_HEADS
+    state = SCORERS.get("zipage").state
+    store = PageStore(parse_format(format), pages, columns, size, HEAD_DIM, state, DEVICE)
+    for plane in store.planes.values():
+        if plane.shape[-1]:
+            fill(plane.transpose(0, 1))
+    if "fp8" in format:
+        for name in ("k_scale", "v_scale"):
+            store.planes[name].fill_(0.01)
+    owned = torch.randperm(pages - 1, device=DEVICE, dtype=torch.int32) + 1
+    table = torch.zeros(num_jobs + 1, 1, source, dtype=torch.int32, device=DEVICE)
+    table[1:, 0] = owned[: num_jobs * source].view(num_jobs, source)
+    evicted = torch.full((num_jobs + 1, 1), size, dtype=torch.int32, device=DEVICE)
+    ids = torch.arange(columns, dtype=torch.int32, device=DEVICE).view(COMPACTION_LAYERS, KV_HEADS)
+    members = torch.stack((ids // KV_HEADS, ids % KV_HEADS), -1).view(1, columns, 2)
+    window = torch.randn(COMPACTION_LAYERS, num_jobs + 1, 16, Q_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
+    tables = (table, evicted, torch.zeros_like(evicted), torch.zeros_like(ids), ids, members, window)
+    kv = KVView([store], *tables, torch.ones(HEAD_DIM // 2, device=DEVICE), size)
+    fresh = owned[num_jobs * source :].view(num_jobs, kept).cpu().numpy()
+    length = COMPACTION_ROWS
+    jobs = [
+        Job(j + 1, 0, 0, source, length, length + size, COMPACTION_KEEP, fresh[j], 0, j + 1, 0) for j in range(num_jobs)
+    ]
+    return Compressor(TritonBackend(), kv, SCALE), jobs
+
+
+@torch.inference_mode()
+def time_compaction(format: str, num_jobs: int, scorer: str) -> dict:
+    """An event as the runner launches it: from the first launch to the last kernel's end, and what kernels take."""
+    compressor, jobs = compaction_work(format, num_jobs)
+    policies = [ScorePolicy(scorer, 4, 16)]
+    event = lambda: compressor.run(jobs, policies)  # noqa: E731
+    spent = seconds(event, 0.1, graph=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        event()
+        torch.cuda.synchronize()
+    kernels = [item for item in profile.events() or () if item.device_type.name == "CUDA"]
+    longest = sorted(kernels, key=lambda item: item.device_time, reverse=True)[:6]
+    return {
+        "us": spent * 1e6,
+        "kernel_us": sum(item.device_time for item in kernels),
+        "launches": len(kernels),
+        "longest": {item.name[:40]: item.device_time for item in longest},
+    }
+
+
+def compaction(report: Report, formats: list[str]) -> None:
+    for format in formats:
+        for num_jobs in COMPACTION_JOBS:
+            for scorer in ("zipage", "zipage:redundancy=none"):
+                label = {"what": "compaction", "format": format, "jobs": num_jobs, "scorer": scorer}
+                if row := report.attempt(label, partial(time_compaction, format, num_jobs, scorer)):
+                    print(
+                        f"compaction {format} of {num_jobs} by {scorer}: {row['us']:.0f} us an event, kernels"
+                        f" {row['kernel_us']:.0f} us in {row['launches']} launches; {row['longest']}",
+                        flush=True,
+                    )
+                torch.cuda.empty_cache()
+
+
 def decode_layers(layer_bytes: int) -> int:
     """Layers that a timed graph reads one after the other."""
     return max(1, min(8, math.ceil(LAYER_BYTES / layer_bytes)))
@@ -441,6 +510,7 @@ def main() -> None:
     parser.add_argument("--peer-path", metavar="DIR", help="folder of vLLM's packages, if it is not installed")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has vLLM; default: this one")
     parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--compaction", action="store_true", help="time compactions, and nothing else")
     parser.add_argument("--seconds", type=float, default=130, help="start nothing new after this long")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -451,6 +521,9 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}: copy {report.bandwidth / 1e12:.2f} TB/s", flush=True)
     left = lambda: args.seconds - report.elapsed()  # noqa: E731
     try:
+        if args.compaction:
+            compaction(report, args.formats)
+            return
         if args.fa3:
             flash_attention_3(report, PeerHome(args.peer_python, args.peer_path))
         for i, format in enumerate(args.formats):

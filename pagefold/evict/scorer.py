@@ -35,6 +35,14 @@ class RowSource(Protocol):
         """float32[J, C, N, D]."""
         ...
 
+    def crowding(self, threshold: float, block: int | None = None) -> Tensor:
+        """How much a row's key repeats the others: the sum of its cosines with them, float32[J, C, N].
+
+        For each row, the newest other row more similar to it than `threshold` (>= 0) does not count that cosine: of
+        rows that repeat each other the newest looks least redundant (R-KV, arXiv 2505.24133). Three identical keys
+        give (2, 1, 0). Rows are compared inside blocks of `block` consecutive source rows, or all with all."""
+        ...
+
     def state(self, name: str) -> Tensor:
         """The scorer's own per-row memory, float32[J, C, N, width]."""
         ...
@@ -56,6 +64,7 @@ class ScoreContext:
     sink_tokens   leading rows that selection protects
     window        trailing rows that selection protects
     new_state     {state name: float32[J, C, N, width]}: what a scorer puts here travels with the kept rows
+    max_src       N, the largest of num_src, on the host; where it is not given num_src is read, and so waited for
     """
 
     rows: RowSource
@@ -70,10 +79,10 @@ class ScoreContext:
     sink_tokens: int
     window: int
     new_state: dict[str, Tensor] = field(default_factory=dict)
+    max_src: int = 0
 
-    @property
-    def max_src(self) -> int:
-        return int(self.num_src.max())
+    def __post_init__(self):
+        self.max_src = self.max_src or int(self.num_src.max())
 
     @property
     def valid(self) -> Tensor:
@@ -86,6 +95,8 @@ class Scorer(Protocol):
 
     needs_window   the queries of the last `window` tokens must have been stored (`rows.attention`, `rows.queries`)
     state          per-row planes the scorer keeps in the pages
+    reads_rows     False if it never asks for `rows.keys` or `rows.values`, so that more heads fit into memory at once;
+                   a scorer that does not say may ask
     """
 
     name: ClassVar[str]

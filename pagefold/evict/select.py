@@ -1,5 +1,7 @@
 """Selection: which rows survive a compaction, given a score for each."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,13 +34,8 @@ def select_rows(
     row = torch.arange(max_src, device=scores.device)
     real = row < num_src[:, None]
     protected = real & ((row < sink_tokens) | (row >= (num_rows - window)[:, None]))
-    # One host read for both limits.
-    most_protected, fewest_src = torch.stack([protected.sum(1).max(), num_src.min()]).tolist()
-    if keep_rows < most_protected:
-        limit = f"the {most_protected} protected rows (sink_tokens={sink_tokens}, window={window})"
-        raise InputError("keep_rows", f"got {keep_rows}, must be at least {limit}")
-    if keep_rows > fewest_src:
-        raise InputError("keep_rows", f"got {keep_rows}, must be at most the {fewest_src} source rows")
+    for length, rows in zip(num_src.tolist(), num_rows.tolist()):
+        check_keep(keep_rows, length, rows, sink_tokens, window)
 
     ranks = _ranks(scores)
     info = torch.iinfo(ranks.dtype)
@@ -55,6 +52,30 @@ def select_rows(
     place = torch.where(keep, keep.cumsum(-1) - 1, keep_rows)
     rows = torch.empty(num_jobs, num_columns, keep_rows + 1, dtype=torch.int64, device=scores.device)
     return rows.scatter_(-1, place, row.expand_as(place))[..., :keep_rows]
+
+
+def select_ragged(
+    scores: Tensor, num_src: Tensor, num_rows: Tensor, keep_rows: Sequence[int], sink_tokens: int, window: int
+) -> Tensor:
+    """`select_rows` of jobs that keep `keep_rows[j]` rows each: int64[J, C, max(keep_rows)], 0 past a job's last."""
+    if len(set(keep_rows)) == 1:
+        return select_rows(scores, num_src, num_rows, keep_rows[0], sink_tokens, window)
+    out = torch.zeros(*scores.shape[:2], max(keep_rows), dtype=torch.int64, device=scores.device)
+    for j, count in enumerate(keep_rows):
+        one = slice(j, j + 1)
+        out[one, :, :count] = select_rows(scores[one], num_src[one], num_rows[one], count, sink_tokens, window)
+    return out
+
+
+def check_keep(keep_rows: int, num_src: int, num_rows: int, sink_tokens: int, window: int) -> None:
+    """Raise InputError unless a job can keep so many of its `num_src` source rows, of `num_rows` in all."""
+    first_of_window = min(max(num_rows - window, 0), num_src)
+    num_protected = min(sink_tokens, first_of_window) + num_src - first_of_window
+    if keep_rows < num_protected:
+        limit = f"the {num_protected} protected rows (sink_tokens={sink_tokens}, window={window})"
+        raise InputError("keep_rows", f"got {keep_rows}, must be at least {limit}")
+    if keep_rows > num_src:
+        raise InputError("keep_rows", f"got {keep_rows}, must be at most the {num_src} source rows")
 
 
 def _ranks(scores: Tensor) -> Tensor:

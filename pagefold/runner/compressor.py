@@ -1,16 +1,19 @@
 """Runs the jobs of a step: score, select, move. Which rows survive stays on the device; the host never asks."""
 
-from collections import defaultdict
-from functools import cached_property
+from collections import defaultdict, deque
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagefold.backends.base import Backend, JobBatch, KVView
-from pagefold.core.types import Job, ScorePolicy
+from pagefold.backends.upload import upload
+from pagefold.core.types import Job, ScorePolicy, SwapOp, TableEdits
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.select import select_rows
+from pagefold.evict.select import check_keep
+
+WORDS_PER_ROW = 8  # float32 that scoring and selecting hold for a row at most, besides its key or value
 
 
 class _Rows:
@@ -38,70 +41,160 @@ class _Rows:
     def values(self) -> Tensor:
         return self._backend.read_rows(*self._args, "v")
 
+    def crowding(self, threshold: float, block: int | None = None) -> Tensor:
+        return self._backend.crowding(*self._args, threshold, block)
+
     def state(self, name: str) -> Tensor:
         return self._backend.read_state(*self._args, name)
 
 
+class _Running(NamedTuple):
+    """Jobs of one step on the side stream: their slots, the pages that they write, and an event after the last."""
+
+    slots: list[int]
+    dst: np.ndarray
+    done: torch.cuda.Event
+
+    def meets(self, edits: TableEdits, swaps: list[SwapOp]) -> bool:
+        """Whether a table is about to name what the jobs write, a swap to read it, or their slots to change hands."""
+        pages = np.concatenate([edits.pages[:, 3], *(op.src_pages for op in swaps if op.to_host)])
+        return bool(np.isin(pages, self.dst).any() or np.isin(edits.lengths[:, 0], self.slots).any())
+
+
 class Compressor:
-    """Executes compactions and coolings, a few launches per batch of equal jobs.
+    """Executes compactions and coolings, a few launches per batch of jobs.
 
     scale       softmax scale of the model's attention
-    tile_bytes  how much decoded memory one pass over the columns may take
+    tile_bytes  how much memory one pass over the columns may take
+    pad         jobs of unequal lengths share a batch; by default on a device, where a launch costs more than rows do
+    overlap     jobs run beside the steps that follow, on a stream of their own; see `before_edits`
     """
 
-    def __init__(self, backend: Backend, kv: KVView, scale: float, tile_bytes: int = 64 << 20):
+    def __init__(
+        self,
+        backend: Backend,
+        kv: KVView,
+        scale: float,
+        tile_bytes: int = 64 << 20,
+        pad: bool | None = None,
+        overlap: bool = False,
+    ):
         self.backend = backend
         self.kv = kv
         self.scale = scale
         self.tile_bytes = tile_bytes
-
-    @cached_property
-    def _heads_of_layer(self) -> int:
-        return self.kv.group_of.shape[1]
+        self._device = kv.page_table.device
+        self._pad = self._device.type == "cuda" if pad is None else pad
+        self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
+        self._running: deque[_Running] = deque()
 
     def run(self, jobs: list[Job], policies: list[ScorePolicy]) -> None:
-        """All jobs of a step. Jobs that keep equally many rows of equally many are done together."""
-        batches: dict[tuple, list[Job]] = defaultdict(list)
+        """All jobs of a step, after what was launched before. Raises InputError if a job cannot keep what it should."""
+        if not jobs:
+            return
+        if self._stream is None:
+            self._run(jobs, policies)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):  # whose own memory pool all that is made here comes from
+            self._run(jobs, policies)
+            done = torch.cuda.Event()
+            done.record()
+        self._note(jobs, done)
+
+    def _note(self, jobs: list[Job], done: torch.cuda.Event) -> None:
+        dst = np.concatenate([job.dst_pages for job in jobs])
+        self._running.append(_Running([job.slot for job in jobs], dst, done))
+
+    def _wait(self, done: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(done)
+
+    def before_edits(self, edits: TableEdits, swaps: list[SwapOp]) -> None:
+        """Have the current stream wait for the jobs whose pages get an owner, by their commit or because their request
+        was dropped and its pages go to others, and for those whose slot gets another sequence. That is enough: until
+        its commit a sequence only appends behind what its jobs read; what a dropped request had may be overwritten,
+        for nobody owns what its jobs write; a page that was committed and swapped out at once is in no table, but in
+        the swap. Jobs finish in order, so one wait does. Pages of different tiers may have the same number: then a
+        wait comes early."""
+        while self._running and self._running[0].done.query():
+            self._running.popleft()
+        last = max((i for i, running in enumerate(self._running, 1) if running.meets(edits, swaps)), default=0)
+        if last:
+            self._wait([self._running.popleft() for _ in range(last)][-1].done)
+
+    def _run(self, jobs: list[Job], policies: list[ScorePolicy]) -> None:
+        size = self.kv.page_size
+        groups: dict[tuple, list[Job]] = defaultdict(list)
         for job in jobs:
-            batches[job.policy, job.keep_rows, job.num_src_pages, job.dst_tier].append(job)
-        for (policy, keep_rows, num_src, _), batch in batches.items():
-            self._run_batch(self._job_batch(batch), policies[policy], keep_rows, num_src * self.kv.page_size)
+            num_src, policy = job.num_src_pages * size, policies[job.policy]
+            all_kept = job.keep_rows == num_src
+            if not all_kept:
+                check_keep(job.keep_rows, num_src, job.num_rows, policy.sink_tokens, policy.window)
+            # a batch is padded to its longest job, so at most to twice the length of another
+            alike = (num_src.bit_length(),) if self._pad else (num_src, job.keep_rows)
+            groups[job.policy, job.dst_tier, all_kept, *alike].append(job)
+        for (policy, _, all_kept, *_), batch in zip(groups, self._batches(list(groups.values()))):
+            self._run_batch(batch, policies[policy], all_kept)
 
-    def _job_batch(self, jobs: list[Job]) -> JobBatch:
-        size, device = self.kv.page_size, self.kv.page_table.device
-        column = lambda values: torch.tensor(list(values), dtype=torch.int64, device=device)  # noqa: E731
-        return JobBatch(
-            slots=column(j.slot for j in jobs),
-            groups=column(j.group for j in jobs),
-            first_page=column(j.first_page for j in jobs),
-            num_src=column(j.num_src_pages * size for j in jobs),
-            num_rows=column(j.num_rows for j in jobs),
-            num_tokens=column(j.num_tokens for j in jobs),
-            window_slots=column(j.window_slot for j in jobs),
-            dst_pages=torch.from_numpy(np.stack([j.dst_pages for j in jobs])).to(device, torch.int64),
-            dst_tier=jobs[0].dst_tier,
-            max_src=max(j.num_src_pages for j in jobs) * size,
-            max_rows=max(j.num_rows for j in jobs),
-        )
+    def _batches(self, groups: list[list[Job]]) -> list[JobBatch]:
+        """Batches of these jobs, by one copy to the device. Every table starts at a multiple of 16 bytes there, which
+        kernels are compiled for."""
+        size, tables = self.kv.page_size, []
+        for jobs in groups:
+            even = len(jobs) + len(jobs) % 2
+            columns = np.zeros((7, even), np.int64)
+            dst = np.zeros((even, max(len(job.dst_pages) for job in jobs)), np.int64)
+            for i, job in enumerate(jobs):
+                num_src = job.num_src_pages * size
+                rows = job.num_rows, job.num_tokens, job.window_slot
+                columns[:, i] = job.slot, job.group, job.first_page, num_src, *rows
+                dst[i, : len(job.dst_pages)] = job.dst_pages
+            tables += [columns, dst]
+        moved = upload(tables, self._device)
+        batches = []
+        for i, jobs in enumerate(groups):
+            columns, dst = (moved[2 * i + part].view(tables[2 * i + part].shape) for part in (0, 1))
+            slots, of_groups, first_page, num_src, num_rows, num_tokens, window_slots = columns[:, : len(jobs)]
+            batches.append(
+                JobBatch(
+                    slots=slots,
+                    groups=of_groups,
+                    first_page=first_page,
+                    num_src=num_src,
+                    num_rows=num_rows,
+                    num_tokens=num_tokens,
+                    window_slots=window_slots,
+                    dst_pages=dst[: len(jobs)],
+                    dst_tier=jobs[0].dst_tier,
+                    max_src=max(job.num_src_pages for job in jobs) * size,
+                    max_rows=max(job.num_rows for job in jobs),
+                )
+            )
+        return batches
 
-    def _run_batch(self, jobs: JobBatch, policy: ScorePolicy, keep_rows: int, num_src: int) -> None:
-        num_jobs, columns = len(jobs.slots), self.kv.members.shape[1]
-        head_dim = self.kv.tiers[0].head_dim
-        heads = self._heads_of_layer
+    def _run_batch(self, jobs: JobBatch, policy: ScorePolicy, all_kept: bool) -> None:
+        num_jobs, columns, num_src = len(jobs.slots), self.kv.members.shape[1], jobs.max_src
+        heads = self.kv.group_of.shape[1]
+        per_row = 4 * (self.kv.tiers[0].head_dim if self._decodes(policy, all_kept) else WORDS_PER_ROW)
+        per_tile = max(1, self.tile_bytes // (num_jobs * num_src * per_row))
         # whole layers at a time where the layout has them side by side, so that a scorer may look across a layer
-        per_tile = max(1, self.tile_bytes // (num_jobs * num_src * head_dim * 4))
         tile = max(heads, per_tile // heads * heads) if columns % heads == 0 else min(per_tile, columns)
         for start in range(0, columns, tile):
             part = slice(start, min(start + tile, columns))
-            if keep_rows == num_src:
-                width = part.stop - part.start
-                keep = torch.arange(num_src, device=jobs.slots.device).expand(num_jobs, width, num_src)
+            if all_kept:
+                keep = torch.arange(num_src, device=self._device).expand(num_jobs, part.stop - part.start, num_src)
                 self.backend.compact(self.kv, jobs, part, keep, {})
                 continue
             ctx = self._context(jobs, part, policy)
             scores = self.score(ctx, policy)
-            keep = select_rows(scores, jobs.num_src, jobs.num_rows, keep_rows, policy.sink_tokens, policy.window)
+            keep = self.backend.select_rows(self.kv, jobs, scores, policy.sink_tokens, policy.window)
             self.backend.compact(self.kv, jobs, part, keep, ctx.new_state)
+
+    def _decodes(self, policy: ScorePolicy, all_kept: bool) -> bool:
+        """Whether rows are decoded into memory, as on a CPU they always are."""
+        if self._device.type == "cpu":
+            return True
+        return not all_kept and getattr(SCORERS.build(policy.scorer), "reads_rows", True)
 
     def score(self, ctx: ScoreContext, policy: ScorePolicy) -> Tensor:
         """float32[J, C, N]: what the policy's scorer says of the rows. A subclass may watch the scores here."""
@@ -121,4 +214,5 @@ class Compressor:
             scale=self.scale,
             sink_tokens=policy.sink_tokens,
             window=policy.window,
+            max_src=jobs.max_src,
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.triton.sampling import draw, pack_rules
+from pagefold.backends.upload import upload
 from pagefold.core.types import SampleSpec, TokenLogprobs
 from pagefold.runner.sampler import (
     has_edits,
@@ -28,7 +29,6 @@ from pagefold.runner.sampler import (
     ranked,
     would_end,
 )
-from pagefold.runner.upload import upload
 
 T = TypeVar("T", np.ndarray, Tensor)
 V = TypeVar("V")

@@ -17,10 +17,14 @@ from pagefold.runner.model import Model
 _PADDING = np.array([[0], [0], [0], [1], [0], [0]])  # a token of slot 0, whose sequence is one token long
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture; a batch is padded to the next one."""
-    sizes = [1, 2, 4, *range(8, min(max_num_seqs, 256) + 8, 8), *range(272, max_num_seqs + 16, 16)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+LARGEST = 512  # beyond it a step is long enough to hide its launches
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Batch sizes to capture for batches of at most `most` tokens; a batch is padded to the next one."""
+    most = min(most, LARGEST)
+    sizes = [1, 2, 4, *range(8, min(most, 256) + 8, 8), *range(272, most + 16, 16)]
+    return [size for size in sizes if size < most] + [most]
 
 
 class DecodeGraphs:
@@ -42,14 +46,14 @@ class DecodeGraphs:
 
             def step(fwd: ForwardInputs = fwd, tokens: Tensor = self._columns[0, :size]) -> Tensor:
                 fwd.tokens, fwd.plan = torch.where(tokens < 0, drawn[fwd.slots], tokens), None
-                return model.logits(model.forward(fwd, kv, backend))
+                return model.forward(fwd, kv, backend)
 
             step()  # kernels are compiled and libraries set up outside of the capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits = step()
+                hidden = step()
             pool = graph.pool()
-            self._graphs[size] = graph, logits, fwd  # whose tensors the graph reads
+            self._graphs[size] = graph, hidden, fwd  # whose tensors the graph reads
 
     def _inputs(self, size: int, kv: KVView, max_model_len: int) -> ForwardInputs:
         tokens, positions, slots, seq_lens, window_slots, window_index = self._columns[:, :size]
@@ -72,7 +76,8 @@ class DecodeGraphs:
         return batch.single_tokens and len(batch.slots) <= self._sizes[-1]
 
     def replay(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits [B, vocab], tokens int64[B], slots int64[B]) of the batch; overwritten by the next replay."""
+        """(hidden states [B, hidden], tokens int64[B], slots int64[B]) of the batch; overwritten by the next replay.
+        Logits are left out: those of all sizes would be gigabytes."""
         num = len(batch.slots)
         size = self._sizes[bisect_left(self._sizes, num)]
         columns = torch.empty(self._columns.shape, dtype=torch.int64, pin_memory=True)
@@ -82,6 +87,6 @@ class DecodeGraphs:
             column[:num] = values
         host[:, num:] = _PADDING
         self._columns.copy_(columns, non_blocking=True)
-        graph, logits, fwd = self._graphs[size]
+        graph, hidden, fwd = self._graphs[size]
         graph.replay()
-        return logits[:num], fwd.tokens[:num], self._columns[2, :num]
+        return hidden[:num], fwd.tokens[:num], self._columns[2, :num]

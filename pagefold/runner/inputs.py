@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs
+from pagefold.backends.upload import upload
 from pagefold.core.types import StepPlan
-from pagefold.runner.upload import upload
 
 
 @dataclass

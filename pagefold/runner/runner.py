@@ -4,16 +4,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pagefold.backends.base import Backend, KVView
+from pagefold.backends.upload import upload
 from pagefold.core.types import SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
 from pagefold.runner.compressor import Compressor
 from pagefold.runner.graphs import DecodeGraphs
 from pagefold.runner.inputs import batch_of, forward_inputs
 from pagefold.runner.model import Model
 from pagefold.runner.sampling import Draw, PromptRanks, StepSampler
-from pagefold.runner.upload import upload
 from pagefold.store.pagestore import PageStore
+
+RANKED_ROWS = 512  # of a prompt, whose logits are held at a time
 
 
 @dataclass
@@ -22,13 +25,13 @@ class Launched:
 
     samples   as in the plan
     draw      of those that are not None
-    ranks     {index of a chunk: log-probabilities of its part of a prompt}
+    ranks     {index of a chunk: log-probabilities of its part of a prompt, in slices}
     """
 
     step: int
     samples: list[SampleSpec | None]
     draw: Draw | None
-    ranks: dict[int, PromptRanks]
+    ranks: dict[int, list[PromptRanks]]
 
     def result(self) -> StepResult:
         """Wait for the step and return what it drew."""
@@ -39,7 +42,12 @@ class Launched:
             for n, spec in enumerate(self.samples):
                 if spec is not None:
                     ids[n], logprobs[n] = next(drawn)
-        return StepResult(self.step, ids, logprobs, {i: ranks.result() for i, ranks in self.ranks.items()})
+        return StepResult(
+            self.step,
+            ids,
+            logprobs,
+            {i: [entry for part in parts for entry in part.result()] for i, parts in self.ranks.items()},
+        )
 
 
 class ModelRunner:
@@ -53,15 +61,24 @@ class ModelRunner:
     kv        the stores and tables
     host      one store per tier in host memory, for swapped requests
     graphs    captured passes of decode batches (see `capture`), or None
+    overlap   jobs run beside the steps until their commit, on a device
     """
 
-    def __init__(self, model: Model, backend: Backend, kv: KVView, host: list[PageStore], sampler: StepSampler):
+    def __init__(
+        self,
+        model: Model,
+        backend: Backend,
+        kv: KVView,
+        host: list[PageStore],
+        sampler: StepSampler,
+        overlap: bool = False,
+    ):
         self.model = model
         self.backend = backend
         self.kv = kv
         self.host = host
         self.sampler = sampler
-        self.compressor = Compressor(backend, kv, model.scale)
+        self.compressor = Compressor(backend, kv, model.scale, overlap=overlap)
         self.graphs: DecodeGraphs | None = None
         self.device = kv.page_table.device
         self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=self.device)  # by slot
@@ -74,36 +91,46 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
+        self.compressor.before_edits(plan.edits, plan.swaps)
         self._apply(plan.edits)
         self._swap(plan.swaps)
         if not plan.chunks:
             return Launched(plan.step, [], None, {})
         batch = batch_of(plan)
         if self.graphs and self.graphs.fits(batch):
-            logits, last, slots = self.graphs.replay(batch)
+            hidden, last, slots = self.graphs.replay(batch)
         else:
             fwd = forward_inputs(batch, self._drawn, self._evicted)
             hidden = self.model.forward(fwd, self.kv, self.backend)
-            logits, last, slots = self.model.logits(hidden[fwd.logits_at]), fwd.tokens[fwd.logits_at], fwd.slots
+            hidden, last, slots = hidden[fwd.logits_at], fwd.tokens[fwd.logits_at], fwd.slots
         ends = batch.num_logits.cumsum()
         ranks = {}
         for i, (targets, k) in plan.prompt_targets.items():
             first = ends[i] - batch.num_logits[i]
-            ranks[i] = self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, k)
+            ranks[i] = self._rank(hidden[first : first + len(targets)], targets, k)
         specs = [spec for spec in plan.samples if spec is not None]
         draw = None
         if specs:
-            if len(specs) < len(ends) or len(specs) < len(logits):
+            if len(specs) < len(ends) or len(specs) < len(hidden):
                 # the last row of a chunk's logits is drawn from; the others are the prompt's
                 chunks = np.flatnonzero(batch.num_logits)[
                     [n for n, spec in enumerate(plan.samples) if spec is not None]
                 ]
                 rows, slots = upload([ends[chunks] - 1, batch.slots[chunks]], self.device)
-                logits, last = logits[rows], last[rows]
-            draw = self.sampler.launch(logits, specs, last)
+                hidden, last = hidden[rows], last[rows]
+            draw = self.sampler.launch(self.model.logits(hidden), specs, last)
             self._drawn.index_copy_(0, slots, draw.ids.clamp(min=0))
         self.compressor.run(plan.jobs, plan.policies)
         return Launched(plan.step, plan.samples, draw, ranks)
+
+    def _rank(self, hidden: Tensor, targets: list[int], k: int) -> list[PromptRanks]:
+        """Log-probabilities of a part of a prompt, a slice at a time: logits of a whole chunk would be gigabytes."""
+        return [
+            self.sampler.prompt_logprobs(
+                self.model.logits(hidden[i : i + RANKED_ROWS]), targets[i : i + RANKED_ROWS], k
+            )
+            for i in range(0, len(targets), RANKED_ROWS)
+        ]
 
     def _apply(self, edits: TableEdits) -> None:
         kv = self.kv

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from pagefold.core.types import InputError
+from pagefold.evict.crowding import crowding_of_rows
 from pagefold.evict.scorer import SCORERS, ScoreContext
+from pagefold.evict.scorers._common import softmax_rows
 from pagefold.evict.select import select_rows
 
 HEADS, QUERY_HEADS, DIM, WINDOW = 4, 2, 8, 4
@@ -78,6 +80,13 @@ class DenseRows:
     def values(self) -> Tensor:
         return self._pad([case.values for case in self.cases])
 
+    def crowding(self, threshold: float, block: int | None = None) -> Tensor:
+        rows = [
+            crowding_of_rows(case.keys[None, :, : case.num_src], torch.ones(1, 1, case.num_src) > 0, threshold, block)
+            for case in self.cases
+        ]
+        return self._pad([row[0] for row in rows])
+
     def state(self, name: str) -> Tensor:
         return self._pad([case.state for case in self.cases])
 
@@ -135,6 +144,18 @@ def test_a_job_scores_the_same_in_any_batch(spec, dtype):
         for name, state in own.new_state.items():
             assert state.dtype == torch.float32
             torch.testing.assert_close(context.new_state[name][j, :, : case.num_src], state[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_softmax_is_the_same_to_the_last_bit_whatever_it_is_padded_to(dtype):
+    logits = torch.randn(2, 3, 1000, dtype=dtype) * 8
+    valid = torch.ones(2, 1, 1000, dtype=torch.bool)
+    alone = softmax_rows(logits, valid)
+    torch.testing.assert_close(alone, logits.softmax(-1))
+    for padding in (1, 24, 3000):
+        pad = lambda x, value: torch.nn.functional.pad(x, (0, padding), value=value)  # noqa: B023, E731
+        padded = softmax_rows(pad(logits, torch.nan), pad(valid, False))
+        assert torch.equal(padded[..., :1000], alone) and not padded[..., 1000:].any()
 
 
 @pytest.mark.parametrize("spec", SPECS)

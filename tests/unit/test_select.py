@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefold.core.types import InputError
-from pagefold.evict.select import select_rows
+from pagefold.evict.select import check_keep, select_ragged, select_rows
 
 VALUES = [0.0, -0.0, 1.0, -1.0, 2.5, 1e-45, -1e-45, 3e38, -3e38, math.inf, -math.inf, math.nan]
 
@@ -85,3 +85,25 @@ def test_keeping_all_rows_is_the_identity():
 def test_impossible_counts_are_refused(keep_rows, message):
     with pytest.raises(InputError, match=message):
         select(torch.zeros(2, 1, 16), [8, 16], [8, 16], keep_rows, 2, 4)
+
+
+@given(st.integers(1, 30), st.integers(0, 9), st.integers(0, 5), st.integers(0, 5), st.integers(0, 32))
+def test_the_limits_are_those_of_the_rows_themselves(num_src, tail, sink_tokens, window, keep_rows):
+    num_rows = num_src + tail
+    protected = sum(row < sink_tokens or row >= num_rows - window for row in range(num_src))
+    if protected <= keep_rows <= num_src:
+        check_keep(keep_rows, num_src, num_rows, sink_tokens, window)
+    else:
+        with pytest.raises(InputError):
+            check_keep(keep_rows, num_src, num_rows, sink_tokens, window)
+
+
+@given(st.lists(st.tuples(st.integers(4, 12), st.integers(2, 4)), min_size=1, max_size=4))
+def test_jobs_that_keep_different_numbers_of_rows_keep_what_they_keep_alone(jobs):
+    num_src, counts = (list(column) for column in zip(*jobs, strict=True))
+    scores = torch.randn(len(jobs), 2, max(num_src)).round(decimals=1)
+    lengths = torch.tensor(num_src)
+    keep = select_ragged(scores, lengths, lengths, counts, 1, 1)
+    assert keep.shape == (len(jobs), 2, max(counts))
+    for j, count in enumerate(counts):
+        assert torch.equal(keep[j, :, :count], select(scores[j : j + 1], [num_src[j]], [num_src[j]], count, 1, 1)[0])

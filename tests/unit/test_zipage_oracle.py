@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagefold.evict.crowding import crowding, crowding_of_rows
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers.zipage import crowding
 from pagefold.evict.select import select_rows
 
 HEADS, GROUP, DIM, WINDOW, SINKS, PAGE, BUDGET = 2, 3, 8, 4, 2, 8, 32
@@ -134,6 +134,9 @@ class Rows:
 
     def values(self) -> torch.Tensor:
         return self.keys()
+
+    def crowding(self, threshold: float, block: int | None = None) -> torch.Tensor:
+        return crowding_of_rows(self.keys(), torch.ones(1, 1, self.num_src, dtype=torch.bool), threshold, block)
 
     def state(self, name: str) -> torch.Tensor:
         assert name == "global_score"

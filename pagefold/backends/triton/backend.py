@@ -8,6 +8,7 @@ from torch import Tensor
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
+from pagefold.backends.triton.compaction import TritonCompaction
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long
 from pagefold.backends.triton.plan import (
@@ -18,7 +19,6 @@ from pagefold.backends.triton.plan import (
     Shape,
     decode_shape,
     device_codec,
-    multiprocessors,
     next_power_of_2,
     num_splits,
     plan_batch,
@@ -27,11 +27,11 @@ from pagefold.backends.triton.plan import (
     tile_tokens,
 )
 from pagefold.backends.triton.rows import TritonRows, rotate_rows
-from pagefold.backends.triton.window_scores import window_sums, window_weights
+from pagefold.backends.triton.window_scores import SHARE, SPLIT_ROWS, rotate_window, window_sums, window_weights
 from pagefold.store.shim import HAS_TRITON, triton
 
 
-class TritonBackend(TritonOps, TritonRows):
+class TritonBackend(TritonOps, TritonRows, TritonCompaction):
     """
     decode    shape of the decode kernel; by default, what suits the format
     prefill   shape of the prefill kernel
@@ -118,14 +118,13 @@ class TritonBackend(TritonOps, TritonRows):
         known = plan.appended[1] if plan.appended and plan.appended[0] is q else None
         q = q.contiguous()
         out = torch.empty_like(q)
-        queries = _query_frames(kv, q, known)
+        queries = _query_frames(kv, q, known) if plan.decode or plan.prefill else []
         if plan.decode:
             self._decode(kv, layer, queries, plan, plan.decode, scale, out)
         if plan.prefill:
             self._prefill(kv, layer, queries, plan, plan.prefill, fwd, scale, out)
         for chunk in plan.long:
-            shapes = [self._shapes(kv, tier)[1] for tier in range(len(kv.tiers))]
-            attend_long(kv, layer, q, queries, chunk, shapes, scale, out)
+            attend_long(kv, plan.planes, layer, q, chunk, scale, out)
         return out
 
     def _decode(
@@ -242,71 +241,63 @@ class TritonBackend(TritonOps, TritonRows):
     def window_scores(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, across: str = "max") -> Tensor:
         num_jobs, max_src, head_dim = len(jobs.slots), jobs.max_src, kv.window.shape[-1]
         column_ids = range(kv.members.shape[1])[columns]
-        num_columns, num_tiers, num_window = len(column_ids), len(kv.tiers), kv.window.shape[2]
-        per_head = kv.window.shape[3] // kv.group_of.shape[1]
-        layers, heads = kv.members[jobs.groups][:, columns].long().unbind(-1)  # [J, C]
-        window = kv.window.unflatten(3, (-1, per_head))
-        queries = window[layers, jobs.window_slots[:, None], :, heads].transpose(2, 3).contiguous()  # [J, C, R, w, D]
+        num_columns, num_tiers = len(column_ids), len(kv.tiers)
+        num_slots, num_window, num_heads = kv.window.shape[1:4]
+        per_head = num_heads // kv.group_of.shape[1]
         window_pad = next_power_of_2(num_window)
         num_queries = max(16, next_power_of_2(per_head) * window_pad)
-        splits = max(1, min(2 * multiprocessors() // (num_jobs * num_columns), jobs.max_rows // 512))
-        sums = torch.empty(num_jobs, num_columns, num_tiers, splits, num_queries, device=queries.device)
-        scores = torch.zeros(num_jobs, num_columns, max_src, device=queries.device)
-        tile = 64
-        frames = _query_frames(kv, queries)
-        constants = dict(R=per_head, W=num_window, WP=window_pad, Q=num_queries, D=head_dim, PS=kv.page_size, N=tile)
-        for tier, store in enumerate(kv.tiers):
-            window_sums[(splits, num_columns, num_jobs)](
-                frames[tier],
-                store.rows("k_data"),
-                store.rows("k_scale"),
-                sums,
-                kv.page_table,
-                kv.cold,
-                jobs.slots,
-                jobs.groups,
-                jobs.num_rows,
-                column_ids.start,
-                scale * math.log2(math.e),
-                store.num_pages,
-                *kv.page_table.shape[1:],
-                **constants,
-                TIER=tier,
-                NUM_TIERS=num_tiers,
-                **reading(store.format.k, head_dim),
-                PRECISION="ieee",
-                num_warps=4,
-                num_stages=2,
+        splits, device = triton.cdiv(jobs.max_rows, SPLIT_ROWS), jobs.slots.device
+        sums = torch.empty(num_jobs, num_columns, num_tiers, splits, num_queries, device=device)
+        scores = torch.zeros(num_jobs, num_columns, max_src, device=device)
+        of_window = (column_ids.start, kv.members.shape[1], num_slots, num_heads)
+        rotated = kv.window
+        if _rotates(kv):
+            queries = num_window * per_head
+            rotated = torch.empty(num_jobs, num_columns, queries, head_dim, dtype=torch.float32, device=device)
+            rotate_window[(triton.cdiv(queries, 8), num_columns, num_jobs)](
+                *(kv.window, rotated, kv.members, jobs.groups, jobs.window_slots, *of_window),
+                R=per_head,
+                W=num_window,
+                D=head_dim,
+                N=8,
+                num_warps=1,
             )
-        for tier, store in enumerate(kv.tiers):
-            window_weights[(triton.cdiv(max_src, tile), num_columns, num_jobs)](
-                frames[tier],
-                store.rows("k_data"),
-                store.rows("k_scale"),
-                sums,
-                scores,
-                kv.page_table,
-                kv.cold,
-                jobs.slots,
-                jobs.groups,
-                jobs.num_rows,
-                jobs.num_src,
-                jobs.first_page,
-                column_ids.start,
-                scale * math.log2(math.e),
-                num_tiers * splits,
-                max_src,
-                store.num_pages,
-                *kv.page_table.shape[1:],
-                **constants,
-                TIER=tier,
-                NUM_TIERS=num_tiers,
-                MEAN=across == "mean",
-                **reading(store.format.k, head_dim),
-                PRECISION="ieee",
-                num_warps=4,
-                num_stages=1,
-            )
+        base_2 = scale * math.log2(math.e)
+        constants = dict(R=per_head, W=num_window, WP=window_pad, Q=num_queries, D=head_dim, PS=kv.page_size, N=64)
+        tables = (kv.members, kv.page_table, kv.cold, jobs.slots, jobs.groups, jobs.num_rows, jobs.window_slots)
+        passes = (
+            (window_sums, splits, (sums, *tables), (base_2, SPLIT_ROWS), {}, 2),
+            (
+                window_weights,
+                triton.cdiv(max_src, SHARE),
+                (sums, scores, *tables, jobs.num_src, jobs.first_page),
+                (base_2, SHARE, num_tiers * splits, max_src),
+                {"MEAN": across == "mean"},
+                1,
+            ),
+        )
+        for kernel, programs, tensors, numbers, options, stages in passes:
+            for tier, store in enumerate(kv.tiers):
+                own = store.format.k.rotate
+                kernel[(programs, num_columns, num_jobs)](
+                    rotated if own else kv.window,
+                    store.rows("k_data"),
+                    store.rows("k_scale"),
+                    *tensors,
+                    *of_window,
+                    *numbers,
+                    store.num_pages,
+                    *kv.page_table.shape[1:],
+                    **constants,
+                    **options,
+                    TIER=tier,
+                    NUM_TIERS=num_tiers,
+                    OWN=own,
+                    **reading(store.format.k, head_dim),
+                    PRECISION="ieee",
+                    num_warps=4,
+                    num_stages=stages,
+                )
         return scores
 
 

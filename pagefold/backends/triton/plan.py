@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs, KVView
+from pagefold.backends.upload import upload
 from pagefold.store.format import RowCodec
 from pagefold.store.shim import DeviceCodec, DeviceRowCodec, tl, triton
 
@@ -172,7 +173,7 @@ def plan_batch(kv: KVView, fwd: ForwardInputs, apart: Sequence[int] = ()) -> Bat
     single, long = np.flatnonzero(q_lens == 1), np.setdiff1d(np.flatnonzero(q_lens > 1), apart)
     tables = [np.repeat(slots, q_lens), starts[single], slots[single], seq_lens[single]]
     tables += _prefill_tables(long, starts[long], q_lens[long], seq_lens[long], tile_tokens(kv))
-    token_slots, *of_single, chunk, first, place, tokens = _uploaded(tables, fwd.slots.device)
+    token_slots, *of_single, chunk, first, place, tokens = upload(tables, fwd.slots.device)
     decode = DecodePart(*of_single, max_rows=int(seq_lens[single].max())) if len(single) else None
     prefill = PrefillPart(chunk, first, place, tokens) if len(long) else None
     return BatchPlan(kv, planes, token_slots, decode, prefill)
@@ -190,15 +191,3 @@ def _prefill_tables(
     each, first = each[order], first[order]
     tokens = np.arange(q_lens.sum()) + np.repeat(starts - partial_starts, q_lens)
     return [chunks[each], first, partial_starts[each] + first, tokens]
-
-
-def _uploaded(tables: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """int64 tables on a device, by one copy that nothing waits for. Each starts at a multiple of 16 bytes, which
-    kernels are compiled for."""
-    ends = np.cumsum([len(table) + len(table) % 2 for table in tables])
-    packed = torch.empty(int(ends[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
-    views = [slice(end - len(table) - len(table) % 2, end - len(table) % 2) for table, end in zip(tables, ends)]
-    for table, view in zip(tables, views):
-        packed.numpy()[view] = table
-    there = packed.to(device, non_blocking=True)
-    return [there[view] for view in views]

@@ -5,22 +5,65 @@ sees; the second computes the weights again, tile by tile, and reduces them over
 """
 
 from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
+from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
+
+WINDOW = ("first_column", "num_columns", "num_slots", "num_heads")  # integers of `window_of`
+SPLIT_ROWS = 2048  # of a program of `window_sums`: a constant, so that no sum depends on who else is in the batch
+SHARE = 256  # rows of a program of `window_weights`
+
+
+@jit
+def window_of(
+    window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """(the R heads' first queries of a window, numbers from there to their next) of job `program_id(2)` and column
+    first_column + `program_id(1)`.
+
+    window   [L, num_slots, W, num_heads, D] as in `KVView`, or, OWN, what `rotate_window` made of it
+    """
+    i_c, i_j = tl.program_id(1), tl.program_id(2)
+    if OWN:
+        return window + (i_j.to(tl.int64) * tl.num_programs(1) + i_c) * W * R * D, R * D
+    else:
+        member = members + (tl.load(groups + i_j) * num_columns + first_column + i_c) * 2
+        line = tl.load(member).to(tl.int64) * num_slots + tl.load(window_slots + i_j)
+        return window + line * W * num_heads * D + tl.load(member + 1) * R * D, num_heads * D
+
+
+@jit(do_not_specialize=WINDOW)
+def rotate_window(
+    window, rotated, members, groups, window_slots, first_column, num_columns, num_slots, num_heads,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, C, J): rotated float32[J, C, W, R, D], the queries of each head in the frame K is stored in."""
+    i_c, i_j = tl.program_id(1), tl.program_id(2)
+    queries, row_size = window_of(
+        window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, False
+    )
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    o_d = tl.arange(0, D)
+    mask = (i < W * R)[:, None]
+    x = tl.load(queries + (i // R * row_size + i % R * D)[:, None] + o_d[None, :], mask=mask, other=0.0)
+    i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
+    to = rotated + i_head * W * R * D + i[:, None] * D + o_d[None, :]
+    tl.store(to, device_hadamard(x.to(tl.float32), N, D), mask=mask)
 
 
 @jit
 def window_queries(
-    window, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, Q: tl.constexpr,
+    window, row_size, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, Q: tl.constexpr,
     P: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, MMA: tl.constexpr,
 ):  # fmt: skip
-    """(pieces [D / P, Q] of the queries [R, W, D], their bias [Q]); query r * WP + u is query u of head r.
-    What all pieces have of their gain, GAIN[0], is left to the scale of the logits."""
+    """(pieces [D / P, Q] of the queries of R heads, their bias [Q]); query r * WP + u is query u of head r, which is
+    at u * row_size + r * D. What all pieces have of their gain, GAIN[0], is left to the scale of the logits."""
     o_q = tl.arange(0, Q)
     r, u = o_q // WP, o_q % WP
     b_q = ()
     bias = tl.zeros([Q], tl.float32)
     for p in tl.static_range(P):
-        at = (r * W + u)[None, :] * D + piece_channels(D, P, PAIRS, p)[:, None]
+        at = (u * row_size + r * D)[None, :] + piece_channels(D, P, PAIRS, p)[:, None]
         mask = ((r < R) & (u < W))[None, :]
         piece = (tl.load(window + at, mask=mask, other=0.0).to(tl.float32) * (GAIN[p] / GAIN[0])).to(MMA)
         bias += tl.sum(piece.to(tl.float32), 0) * BIAS[p]
@@ -44,19 +87,25 @@ def window_logits(
         return s * scale
 
 
-@jit(do_not_specialize=["first_column", "num_pages", "num_groups", "max_pages"])
+@jit(do_not_specialize=[*WINDOW, "num_pages", "num_groups", "max_pages", "split_rows"])
 def window_sums(
     window,
     k_data,
     k_scale,
     sums,
+    members,
     page_table,
     cold,
     slots,
     groups,
     num_rows,
+    window_slots,
     first_column,
+    num_columns,
+    num_slots,
+    num_heads,
     scale,
+    split_rows,
     num_pages,
     num_groups,
     max_pages,
@@ -69,6 +118,7 @@ def window_sums(
     N: tl.constexpr,
     TIER: tl.constexpr,
     NUM_TIERS: tl.constexpr,
+    OWN: tl.constexpr,
     LOAD: tl.constexpr,
     PIECES: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -78,9 +128,9 @@ def window_sums(
     MMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (splits, C, J): log2 of each query's sum of exponentials over one split of the rows of one tier.
+    """Grid (splits, C, J): log2 of each query's sum of exponentials over `split_rows` of the rows of one tier.
 
-    window   [J, C, R, W, D], oldest query first, in the frame K is stored in
+    window   as in `window_of`
     sums     float32[J, C, NUM_TIERS, splits, Q], -inf where nothing is seen
     """
     i_s, i_c, i_j = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -88,13 +138,15 @@ def window_sums(
     line = tl.load(slots + i_j) * num_groups + tl.load(groups + i_j)
     n = tl.load(num_rows + i_j).to(tl.int32)
     first, stop = tier_rows(n, line, cold, PS, TIER, NUM_TIERS)
-    share = tl.cdiv(tl.cdiv(stop - first, tl.num_programs(0)), N) * N
-    start = first + i_s * share
-    stop = tl.minimum(start + share, stop)
+    start = first + i_s * split_rows
+    stop = tl.minimum(start + split_rows, stop)
     o_q, o_n = tl.arange(0, Q), tl.arange(0, N)
     seen = tl.where(o_q % WP < W, n - W + o_q % WP + 1, 0)
     scale *= GAIN[0]
-    b_q, bias = window_queries(window + i_head * R * W * D, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
+    queries, row_size = window_of(
+        window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
+    )
+    b_q, bias = window_queries(queries, row_size, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     pages = page_table + line * max_pages
     base = (first_column + i_c).to(tl.int64) * num_pages
     m = tl.full([Q], -1e30, tl.float32)
@@ -112,22 +164,28 @@ def window_sums(
     tl.store(sums + part * Q + o_q, m + tl.log2(l))
 
 
-@jit(do_not_specialize=["first_column", "num_sums", "max_src", "num_pages", "num_groups", "max_pages"])
+@jit(do_not_specialize=[*WINDOW, "num_sums", "max_src", "num_pages", "num_groups", "max_pages", "share"])
 def window_weights(
     window,
     k_data,
     k_scale,
     sums,
     scores,
+    members,
     page_table,
     cold,
     slots,
     groups,
     num_rows,
+    window_slots,
     num_src,
     first_page,
     first_column,
+    num_columns,
+    num_slots,
+    num_heads,
     scale,
+    share,
     num_sums,
     max_src,
     num_pages,
@@ -142,6 +200,7 @@ def window_weights(
     N: tl.constexpr,
     TIER: tl.constexpr,
     NUM_TIERS: tl.constexpr,
+    OWN: tl.constexpr,
     MEAN: tl.constexpr,
     LOAD: tl.constexpr,
     PIECES: tl.constexpr,
@@ -152,7 +211,7 @@ def window_weights(
     MMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (tiles of source rows, C, J): scores float32[J, C, max_src], the rows of one tier.
+    """Grid (stretches of `share` source rows, C, J): scores float32[J, C, max_src], the rows of one tier.
 
     sums   float32[J, C, num_sums, Q] of `window_sums`, all tiers
     """
@@ -163,8 +222,8 @@ def window_weights(
     origin = (tl.load(first_page + i_j) * PS).to(tl.int32)
     first, stop = tier_rows(n, line, cold, PS, TIER, NUM_TIERS)
     stop = tl.minimum(stop, origin + tl.load(num_src + i_j).to(tl.int32))
-    i_t = origin + i_i * N
-    if i_t >= stop or i_t + N <= first:
+    start = origin + i_i * share
+    if start >= stop or start + share <= first:
         return
 
     o_q, o_n = tl.arange(0, Q), tl.arange(0, N)
@@ -178,18 +237,23 @@ def window_weights(
         total += tl.exp2(tl.load(p_s + i * Q) - m)
 
     scale *= GAIN[0]
-    b_q, bias = window_queries(window + i_head * R * W * D, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
+    queries, row_size = window_of(
+        window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
+    )
+    b_q, bias = window_queries(queries, row_size, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     base = (first_column + i_c).to(tl.int64) * num_pages
-    i_row = i_t + o_n
-    ok = (i_row >= first) & (i_row < stop)
-    row = tile_rows(tile_pages(page_table + line * max_pages, i_t, stop, PS, N), i_t, base, PS, N)
-    s = window_logits(k_data, k_scale, row, ok, b_q, bias, scale, D, N, Q, LOAD, PIECES, SCALED, MMA, PRECISION)
+    pages = page_table + line * max_pages
     seen = tl.where((o_q % WP < W) & (o_q // WP < R), n - W + o_q % WP + 1, 0)
-    visible = i_row[:, None] < seen[None, :]
-    w = tl.where(visible, tl.exp2(s - m[None, :]) / tl.maximum(total, 1e-30)[None, :], 0.0)
-    heads = tl.reshape(w, (N, Q // WP, WP))
-    if MEAN:
-        best = tl.sum(heads, 1) / R
-    else:
-        best = tl.max(heads, 1)
-    tl.store(scores + i_head * max_src + i_row - origin, tl.sum(best, 1) / W, mask=ok)
+    for i_t in range(start, tl.minimum(start + share, stop), N):
+        i_row = i_t + o_n
+        ok = (i_row >= first) & (i_row < stop)
+        row = tile_rows(tile_pages(pages, i_t, stop, PS, N), i_t, base, PS, N)
+        s = window_logits(k_data, k_scale, row, ok, b_q, bias, scale, D, N, Q, LOAD, PIECES, SCALED, MMA, PRECISION)
+        visible = i_row[:, None] < seen[None, :]
+        w = tl.where(visible, tl.exp2(s - m[None, :]) / tl.maximum(total, 1e-30)[None, :], 0.0)
+        heads = tl.reshape(w, (N, Q // WP, WP))
+        if MEAN:
+            best = tl.sum(heads, 1) / R
+        else:
+            best = tl.max(heads, 1)
+        tl.store(scores + i_head * max_src + i_row - origin, tl.sum(best, 1) / W, mask=ok)

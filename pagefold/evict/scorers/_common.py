@@ -24,8 +24,15 @@ def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
 
 
 def softmax_rows(logits: Tensor, valid: Tensor) -> Tensor:
-    """Softmax over the source rows, 0 on padding. float[J, C, N]."""
-    return logits.masked_fill(~valid, -torch.inf).softmax(-1)
+    """Softmax over the source rows, 0 on padding. float[J, C, N], up to 2 million rows.
+
+    The sum is taken in integers (steps of 2^-42 of the largest weight), which have no order of summation: a job's
+    weights are the same to the last bit whatever it is padded to.
+    """
+    logits = logits.masked_fill(~valid, -torch.inf)
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    total = (weights * 2.0**42).long().sum(-1, keepdim=True)
+    return weights / (total.to(weights.dtype) * 2.0**-42)
 
 
 def unit_rows(rows: Tensor, valid: Tensor) -> Tensor:

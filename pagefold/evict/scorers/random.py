@@ -20,12 +20,13 @@ class Random:
 
     name: ClassVar[str] = "random"
     needs_window: ClassVar[bool] = False
+    reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {}
 
     seed: int = 0
 
     def score(self, ctx: ScoreContext) -> Tensor:
-        seed = torch.tensor(self.seed & 0xFFFFFFFF, device=ctx.num_src.device)
+        seed = torch.full((), self.seed & 0xFFFFFFFF, device=ctx.num_src.device)  # filled there: nothing is copied
         row = torch.arange(ctx.max_src, device=ctx.num_src.device)
         hashed = _mix(seed)
         for part in (ctx.num_tokens[:, None, None], ctx.layers[..., None], ctx.heads[..., None], row):

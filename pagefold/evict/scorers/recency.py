@@ -15,6 +15,7 @@ class Recency:
 
     name: ClassVar[str] = "recency"
     needs_window: ClassVar[bool] = False
+    reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {}
 
     def score(self, ctx: ScoreContext) -> Tensor:

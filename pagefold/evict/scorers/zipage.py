@@ -4,15 +4,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows, unit_rows
+from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows
 from pagefold.store.format import Plane
 
 POOLS = ("none", "once", "always")
 REDUNDANCIES = ("none", "lightning", "full")
-CPU_TILE, DEVICE_TILE = 1 << 17, 1 << 24  # cosines held at a time: what a cache holds, what fills an accelerator
 
 
 @SCORERS.add
@@ -23,7 +21,7 @@ class Zipage:
 
         S    window attention: softmax per query head, max over the KV head's query heads, mean over the window
         S'   max(S, alpha * F), F being the row's S' at the compaction before; S at a request's first compaction
-        R    softmax over the source rows of their crowding (see `crowding`), divided by tau and the rows compared
+        R    softmax over the source rows of their crowding (`RowSource.crowding`), divided by tau and the rows compared
         Z    lam * S' - (1 - lam) * R, or S' without redundancy; S' is max-pooled first where `pool` says so
 
     lam, tau, alpha   weights as above; alpha=0 turns the memory off
@@ -36,6 +34,7 @@ class Zipage:
 
     name: ClassVar[str] = "zipage"
     needs_window: ClassVar[bool] = True
+    reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {"global_score": Plane(torch.float32, 1)}
 
     lam: float = 0.2
@@ -81,39 +80,9 @@ class Zipage:
 
     def _redundancy(self, ctx: ScoreContext) -> Tensor:
         """R: float[J, C, N], sums to 1 over a job's source rows, 0 on padding."""
-        keys = unit_rows(ctx.rows.keys(), ctx.valid)
-        num_rows = keys.shape[2]
         if self.redundancy == "full":
-            block, compared = num_rows, ctx.num_src[:, None, None]
+            block, compared = None, ctx.num_src[:, None, None]
         else:
             # A block longer than all the rows is cut to them, but still divides by its nominal length.
-            block, compared = min(self.block, num_rows), self.block
-        keys = F.pad(keys, (0, 0, 0, -num_rows % block))
-        blocks = keys.reshape(-1, block, keys.shape[-1])
-        tile_elements = CPU_TILE if keys.device.type == "cpu" else DEVICE_TILE
-        crowded = crowding(blocks, self.threshold, tile_elements).view(*keys.shape[:3])[..., :num_rows]
-        return softmax_rows(crowded / (self.tau * compared), ctx.valid)
-
-
-def crowding(keys: Tensor, threshold: float, tile_elements: int) -> Tensor:
-    """How much each row repeats the others of its block: the sum of its cosines with them.
-
-    keys float[M, b, D] of length 1, all zeros on padding -> float[M, b].
-
-    For each row, the newest other row more similar to it than `threshold` (>= 0) does not count that cosine: of rows
-    that repeat each other the newest looks least redundant. Three identical keys give (2, 1, 0).
-    About `tile_elements` cosines are held at a time, at least one column of a block.
-    """
-    num_blocks, block, _ = keys.shape
-    out = keys.new_zeros(num_blocks, block)
-    place = torch.arange(1, block + 1, dtype=torch.int32, device=keys.device)[:, None]
-    some = max(1, tile_elements // (block * block))
-    wide = max(1, min(block, tile_elements // block))
-    for first in range(0, num_blocks, some):
-        rows = keys[first : first + some]
-        for start in range(0, block, wide):
-            cosines = rows @ rows[:, start : start + wide].mT
-            cosines.diagonal(-start, 1, 2).zero_()
-            newest = ((cosines > threshold) * place).amax(1, keepdim=True)  # 0 where a column has no similar row
-            out[first : first + some] += cosines.masked_fill_(newest == place, 0.0).sum(-1)
-    return out
+            block, compared = self.block, self.block
+        return softmax_rows(ctx.rows.crowding(self.threshold, block) / (self.tau * compared), ctx.valid)

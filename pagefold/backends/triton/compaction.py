@@ -1,0 +1,300 @@
+"""What a compaction decides by: how much rows repeat each other, and which of them stay. Nothing waits for the host."""
+
+import torch
+from torch import Tensor
+
+from pagefold.backends.base import JobBatch, KVView
+from pagefold.backends.triton.plan import device_codec, mma_dtype, next_power_of_2
+from pagefold.backends.triton.rows import WHERE, codec_of, decoded, decoding, source_rows, where, width_of
+from pagefold.store.shim import jit, tl, triton
+
+WHOLE_BLOCK = 256  # rows that a program compares with each other at once
+TILE = 64  # rows of a longer block that it compares with half as many at a time
+SELECT_TILE = 2048  # scores looked at at a time, whatever there are, so that two programs serve all lengths
+
+
+@jit
+def unit_pieces(
+    data, scale, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, LOAD: tl.constexpr, PIECES: tl.constexpr,
+    BIAS: tl.constexpr, GAIN: tl.constexpr, SCALED: tl.constexpr, MMA: tl.constexpr,
+):  # fmt: skip
+    """Rows as stored, in pieces [N, D / P], or [D / P, N] with ACROSS, and what makes their length 1, float32[N].
+    Cosines are the same in any frame, so rotated rows stay rotated. Rows that are not ok count nothing."""
+    x = LOAD(data, row, ok, D, ACROSS, MMA)
+    squares = tl.zeros(row.shape, tl.float32)
+    pieces = ()
+    for p in tl.static_range(PIECES):
+        if BIAS[p] == 0.0 and GAIN[p] == 1.0:
+            piece = x[p]
+        else:
+            piece = ((x[p].to(tl.float32) - BIAS[p]) * GAIN[p]).to(MMA)
+        wide = piece.to(tl.float32)
+        squares += tl.sum(wide * wide, 0 if ACROSS else 1)
+        pieces = pieces + (piece,)
+    length = tl.sqrt(squares)
+    if SCALED:
+        factor = tl.load(scale + row, mask=ok, other=0.0).to(tl.float32)
+        return pieces, tl.where(ok, factor / tl.maximum(factor * length, 1e-6), 0.0)
+    else:
+        return pieces, tl.where(ok, 1.0 / tl.maximum(length, 1e-6), 0.0)
+
+
+@jit
+def unit_rows(
+    planes, i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+    NUM_TIERS: tl.constexpr, PS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr,
+    MMA: tl.constexpr, ROTATE: tl.constexpr, LOAD: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
+    GAIN: tl.constexpr, SCALED: tl.constexpr, COLD_ROTATE: tl.constexpr, COLD_LOAD: tl.constexpr,
+    COLD_PIECES: tl.constexpr, COLD_BIAS: tl.constexpr, COLD_GAIN: tl.constexpr, COLD_SCALED: tl.constexpr,
+):  # fmt: skip
+    """`unit_pieces` of source rows i; one piece, in a frame in common, where there are two tiers."""
+    row, is_cold = source_rows(i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages, PS, NUM_TIERS)
+    if NUM_TIERS == 1:
+        return unit_pieces(planes[0], planes[1], row, ok, D, ACROSS, LOAD, PIECES, BIAS, GAIN, SCALED, MMA)
+    else:
+        hot = ok & (is_cold == False)  # noqa: E712
+        x = decoded(planes[0], planes[1], row, hot, N, D, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED)
+        cold = decoded(
+            planes[2], planes[3], row, ok & is_cold, N, D, COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN,
+            COLD_SCALED,
+        )  # fmt: skip
+        x = tl.where(hot[:, None], x, cold)
+        x = (x / tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-6)[:, None]).to(MMA)
+        if ACROSS:
+            x = tl.trans(x)
+        return (x,), tl.where(ok, 1.0, 0.0)
+
+
+@jit(do_not_specialize=[*WHERE, "threshold", "block", "max_src"])
+def compare_rows(
+    planes,
+    newest,
+    out,
+    num_src,
+    tables,
+    first_column,
+    num_groups,
+    max_pages,
+    num_pages,
+    cold_pages,
+    threshold,
+    block,
+    max_src,
+    FIND: tl.constexpr,
+    WHOLE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    NUM_TIERS: tl.constexpr,
+    PS: tl.constexpr,
+    D: tl.constexpr,
+    MMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PIECE_COUNT: tl.constexpr,
+    ROTATE: tl.constexpr,
+    LOAD: tl.constexpr,
+    PIECES: tl.constexpr,
+    BIAS: tl.constexpr,
+    GAIN: tl.constexpr,
+    SCALED: tl.constexpr,
+    COLD_ROTATE: tl.constexpr,
+    COLD_LOAD: tl.constexpr,
+    COLD_PIECES: tl.constexpr,
+    COLD_BIAS: tl.constexpr,
+    COLD_GAIN: tl.constexpr,
+    COLD_SCALED: tl.constexpr,
+):
+    """Grid (tiles of M rows, block after block, C, J): M rows against all of their block, N at a time.
+
+    out      float32[J, C, max_src]   crowding of the rows; not written with FIND
+    newest   int32[J, C, max_src]     of each row, the newest other one that is similar, or -1: written with FIND, read
+                                      without, not looked at where a tile is a WHOLE block
+    """
+    i_c, i_j = tl.program_id(1), tl.program_id(2)
+    i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
+    tiles = tl.cdiv(block, M)
+    start = tl.program_id(0) // tiles * block
+    stop = tl.minimum(start + block, tl.load(num_src + i_j).to(tl.int32))
+    first = start + tl.program_id(0) % tiles * M
+    if first >= stop:
+        return
+
+    i_row = first + tl.arange(0, M)
+    b_a, a_factor = unit_rows(
+        planes, i_row, i_row < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+        NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
+        COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
+    )  # fmt: skip
+    total = tl.zeros([M], tl.float32)
+    found = tl.full([M], -1, tl.int32)
+    for i_t in range(start, stop, N):
+        i_other = i_t + tl.arange(0, N)
+        b_b, b_factor = unit_rows(
+            planes, i_other, i_other < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+            NUM_TIERS, PS, N, D, True, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
+            COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
+        )  # fmt: skip
+        s = tl.zeros([M, N], tl.float32)
+        for p in tl.static_range(PIECE_COUNT):
+            s = tl.dot(b_a[p], b_b[p], s, input_precision=PRECISION)
+        s = s * (a_factor[:, None] * b_factor[None, :])
+        s = tl.where(i_row[:, None] == i_other[None, :], 0.0, s)
+        if FIND:
+            found = tl.maximum(found, tl.max(tl.where(s > threshold, i_other[None, :], -1), 1))
+        else:
+            if WHOLE:
+                last = tl.max(tl.where(s > threshold, i_row[:, None], -1), 0)
+            else:
+                last = tl.load(newest + i_head * max_src + i_other, mask=i_other < stop, other=-1)
+            total += tl.sum(tl.where(i_row[:, None] == last[None, :], 0.0, s), 1)
+    if FIND:
+        tl.store(newest + i_head * max_src + i_row, found, mask=i_row < stop)
+    else:
+        tl.store(out + i_head * max_src + i_row, total, mask=i_row < stop)
+
+
+@jit
+def score_ranks(scores, i, n, sink_tokens, window_start):
+    """Integers in the order of the scores, as in `pagefold.evict.select`: padding, NaN, -inf, the finite scores, inf,
+    protected rows."""
+    x = tl.load(scores + i, mask=i < n, other=0.0)
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    ranks = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ranks = tl.where(x != x, -0x7FFFFFFF, ranks)
+    ranks = tl.where((i < sink_tokens) | (i >= window_start), 0x7FFFFFFF, ranks)
+    return tl.where(i < n, ranks, -0x80000000)
+
+
+@jit(do_not_specialize=["sink_tokens", "window", "max_src", "num_dst"])
+def select_best(
+    scores,
+    keep,
+    num_src,
+    num_rows,
+    to_pages,
+    sink_tokens,
+    window,
+    max_src,
+    num_dst,
+    PS: tl.constexpr,
+    N: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Grid (C, J): the rows of one head that stay, int64[J, C, num_dst * PS], from scores float32[J, C, max_src].
+
+    The rank of the last one is found bit by bit, from the highest: it is the largest that enough rows reach. WHOLE
+    means that no job has more than N source rows, whose ranks then stay in registers.
+    """
+    i_c, i_j = tl.program_id(0), tl.program_id(1)
+    i_head = i_j.to(tl.int64) * tl.num_programs(0) + i_c
+    scores += i_head * max_src
+    keep += i_head * num_dst * PS
+    n = tl.load(num_src + i_j).to(tl.int32)
+    window_start = tl.load(num_rows + i_j).to(tl.int32) - window
+    o_n = tl.arange(0, N)
+    is_page = tl.zeros([N], tl.int32)
+    for i_p in range(0, num_dst, N):
+        is_page += (tl.load(to_pages + i_j * num_dst + i_p + o_n, mask=i_p + o_n < num_dst, other=0) != 0).to(tl.int32)
+    num_keep = tl.sum(is_page, 0) * PS
+
+    head = score_ranks(scores, o_n, n, sink_tokens, window_start)
+    step = tl.full([], 1 << 31, tl.int64)
+    least = tl.full([], -(1 << 31), tl.int64)
+    for _ in range(32):
+        tried = (least + step).to(tl.int32)
+        if WHOLE:
+            count = (head >= tried).to(tl.int32)
+        else:
+            count = tl.zeros([N], tl.int32)
+            for i_t in range(0, n, N):
+                count += (score_ranks(scores, i_t + o_n, n, sink_tokens, window_start) >= tried).to(tl.int32)
+        least = tl.where(tl.sum(count, 0) >= num_keep, least + step, least)
+        step = step // 2
+
+    lowest = least.to(tl.int32)
+    above, tied = tl.zeros([N], tl.int32), tl.zeros([N], tl.int32)
+    for i_t in range(0, n, N):
+        ranks = score_ranks(scores, i_t + o_n, n, sink_tokens, window_start)
+        above += (ranks > lowest).to(tl.int32)
+        tied += (ranks == lowest).to(tl.int32)
+    dropped = tl.sum(tied, 0) - (num_keep - tl.sum(above, 0))  # of those that tie, the oldest
+    place, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for i_t in range(0, n, N):
+        ranks = score_ranks(scores, i_t + o_n, n, sink_tokens, window_start)
+        tie = ((ranks == lowest) & (i_t + o_n < n)).to(tl.int32)
+        kept = ((ranks > lowest) | ((tie == 1) & (ties + tl.cumsum(tie, 0) > dropped))).to(tl.int32)
+        at = place + tl.cumsum(kept, 0) - 1
+        tl.store(keep + at, (i_t + o_n).to(tl.int64), mask=kept == 1)
+        place += tl.sum(kept, 0)
+        ties += tl.sum(tie, 0)
+
+
+class TritonCompaction:
+    """What the compactor asks of the backend before rows move."""
+
+    def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
+        """The shape of a program depends on the format and `block` alone, and so does the order in which cosines are
+        summed. Whole blocks of float32 would not fit into registers, nor would those of two formats."""
+        num_tiers, max_src, head_dim = len(kv.tiers), jobs.max_src, kv.window.shape[-1]
+        hot, cold = kv.tiers[0], kv.tiers[-1]
+        codecs = [device_codec(codec_of(store, "k")) for store in kv.tiers]
+        fits = num_tiers == 1 and codecs[0].mma != torch.float32
+        whole = fits and block is not None and block <= WHOLE_BLOCK
+        rows = max(16, next_power_of_2(block)) if whole and block else TILE
+        length = min(block or max_src, max_src)
+        shape = (len(jobs.slots), width_of(kv, columns), max_src)
+        out = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
+        newest = out if whole else torch.empty(shape, dtype=torch.int32, device=out.device)
+        constants = decoding(codec_of(hot, "k"), head_dim)
+        constants |= {f"COLD_{name}": value for name, value in decoding(codec_of(cold, "k"), head_dim).items()}
+        if constants["ROTATE"] and constants["COLD_ROTATE"]:
+            constants |= {"ROTATE": False, "COLD_ROTATE": False}
+        mma = mma_dtype(codecs[0])
+        if num_tiers == 2:  # rows of length 1
+            mma = tl.float32 if tl.float32 in map(mma_dtype, codecs) else tl.float16
+        grid = (triton.cdiv(max_src, length) * triton.cdiv(length, rows), *shape[1::-1])
+        for find in (False,) if whole else (True, False):
+            compare_rows[grid](
+                tuple(store.rows(f"k_{part}") for store in (hot, cold) for part in ("data", "scale")),
+                newest,
+                out,
+                jobs.num_src,
+                *where(kv, jobs, columns),
+                threshold,
+                length,
+                max_src,
+                FIND=find,
+                WHOLE=whole,
+                M=rows,
+                N=min(rows, TILE) if whole else TILE // 2,
+                NUM_TIERS=num_tiers,
+                PS=kv.page_size,
+                D=head_dim,
+                MMA=mma,
+                PRECISION="ieee",
+                PIECE_COUNT=codecs[0].num_pieces if num_tiers == 1 else 1,
+                **constants,
+                num_warps=8,
+                num_stages=2,
+            )
+        return out
+
+    def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
+        num_jobs, width, max_src = scores.shape
+        num_dst = jobs.dst_pages.shape[1]
+        shape = (num_jobs, width, num_dst * kv.page_size)
+        keep = torch.empty(shape, dtype=torch.int64, device=scores.device)
+        select_best[(width, num_jobs)](
+            scores.float().contiguous(),
+            keep,
+            jobs.num_src,
+            jobs.num_rows,
+            jobs.dst_pages,
+            sink_tokens,
+            window,
+            max_src,
+            num_dst,
+            PS=kv.page_size,
+            N=SELECT_TILE,
+            WHOLE=max_src <= SELECT_TILE,
+        )
+        return keep

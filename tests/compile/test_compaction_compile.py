@@ -1,0 +1,83 @@
+"""The kernels of a compaction compile for real devices on a machine that has none, within their limits."""
+
+# ruff: noqa: E402 - what is imported depends on Triton being there and compiling
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs the package triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
+
+from pagefold.backends.triton import backend, compaction, rows
+from pagefold.backends.triton.backend import TritonBackend
+from pagefold.store.format import Plane
+from tests.backend.cases import Case, make_jobs, make_keep, make_view
+from tests.compile.test_compile import SHARED, Launch, Recorder, instructions
+
+TIERS = [
+    ("fp32", None),
+    ("bf16", None),
+    ("fp16", None),
+    ("fp8", None),
+    ("int4", None),
+    ("bf16", "int4"),
+    ("int4", "k4v2"),
+]
+KERNELS = {
+    backend: ("rotate_window", "window_sums", "window_weights"),
+    compaction: ("compare_rows", "select_best"),
+    rows: ("read_rows", "read_states", "move_rows"),
+}
+
+
+def launches_of(monkeypatch, hot: str, cold: str | None) -> list[Launch]:
+    """What a Zipage fold launches, for a bfloat16 model with 4 query heads per KV head, and a long-block crowding."""
+    found: list[Launch] = []
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
+    state = {"score": Plane(torch.float32, 1)}
+    case = Case("mixed", hot, cold, (300, 700), 64, 4, 128, num_window=16, dtype=torch.bfloat16, state=state)
+    view = make_view(case)
+    jobs = make_jobs(view, case, dst_tier=1 if cold else 0)
+    ours, every = TritonBackend(), slice(None)
+    ours.window_scores(view, jobs, every, 0.1)
+    ours.read_state(view, jobs, every, "score")
+    ours.crowding(view, jobs, every, 0.5, 256)
+    ours.crowding(view, jobs, every, 0.5, None)
+    scores = torch.zeros(len(jobs.slots), view.members.shape[1], jobs.max_src)
+    ours.select_rows(view, jobs, scores, 4, 16)
+    ours.compact(view, jobs, every, make_keep(jobs, view.members.shape[1], 64), {"score": scores[..., None]})
+    return found
+
+
+@pytest.mark.parametrize("hot, cold", TIERS)
+def test_a_fold_is_few_launches(monkeypatch, hot, cold):
+    """Two passes of window attention, state, crowding, selection, moving; crowding of all rows is two passes."""
+    names = [launch.kernel.__name__ for launch in launches_of(monkeypatch, hot, cold)]
+    tiers, whole = 1 + bool(cold), 1 if cold is None and hot != "fp32" else 2
+    assert names.count("compare_rows") == whole + 2
+    assert names.count("rotate_window") == int("int4" in (hot, cold))
+    assert names.count("window_sums") == names.count("window_weights") == tiers
+    assert [names.count(name) for name in ("read_states", "select_best", "move_rows")] == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("hot, cold", TIERS)
+def test_kernels_compile_without_spills(monkeypatch, tmp_path, hot, cold, capability):
+    if capability < 89 and "fp8" in (hot, cold):
+        pytest.skip("e4m3 needs compute capability 8.9")
+    for launch in launches_of(monkeypatch, hot, cold):
+        compiled = launch.compile(capability)
+        name = f"{launch.kernel.__name__} {launch.args.get('M', '')}"
+        ops, _ = instructions(compiled.asm["cubin"], tmp_path)
+        assert compiled.metadata.shared <= SHARED[capability], name
+        # window attention in float32 is there for exactness
+        exact = hot == "fp32" and name.startswith("window")
+        assert exact or not [op for op in ops if op.startswith(("LDL", "STL"))], f"{name} spills"
+        if name.startswith("compare_rows") and hot != "fp32":
+            assert any(op.startswith(("HMMA", "HGMMA")) for op in ops), f"{name} without matrix units"
+        if name.startswith("move_rows") and cold is None:
+            assert any(op.startswith("LDG.E.128") for op in ops), f"{name} moves narrow words"
