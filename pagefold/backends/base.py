@@ -138,6 +138,11 @@ class Backend(Protocol):
 
     name: str
 
+    def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
+        """Build what attention of up to max_tokens new tokens in sequences of up to max_model_len builds when it is
+        first met, so that no request waits for it. Reads slot 0; to be called by the thread that will attend."""
+        ...
+
     def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
         """Turn the new tokens' queries and keys (qkv: float[T, Hq + 2 H, D], queries first; it may be overwritten),
         encode K and V into the hot tier, clear the rows' state, keep the window's queries. Without `turn`, heads are

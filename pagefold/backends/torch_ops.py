@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import HeadTurn
+from pagefold.backends.base import HeadTurn, KVView
 
 
 def rms_normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,7 +43,10 @@ def turned_heads(
 
 
 class TorchOps:
-    """The layers' part of a backend."""
+    """The layers' part of a backend, and nothing to warm up."""
+
+    def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
+        pass
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_normed(x, weight, eps).to(x.dtype)

@@ -1,6 +1,7 @@
 """Decode and prefill attention on a GPU against what the memory and the matrix units give, and what a compaction takes.
 
     python -m pagefold.bench.kernels --json kernels.json --fa3 --peer-path FOLDER
+    python -m pagefold.bench.kernels --uneven --formats bf16
     python -m pagefold.bench.kernels --compaction
 
 Bytes are those that a format defines, read once; times are of replayed CUDA graphs over several layers, which together
@@ -11,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -19,9 +21,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import ForwardInputs, JobBatch, KVView
+from pagefold.backends.base import ForwardInputs, KVView
 from pagefold.backends.triton.backend import TritonBackend
-from pagefold.backends.triton.plan import DecodeShape, Shape, decode_shape, device_codec, multiprocessors
+from pagefold.backends.triton.plan import DecodeShape, Shape, decode_shape, device_codec
 from pagefold.bench.peers import PeerHome, run_flash_attention_3
 from pagefold.bench.peers import median_seconds as seconds
 from pagefold.core.types import Job, ScorePolicy
@@ -35,6 +37,7 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 DECODE = [(64, 1024), (64, 4096), (256, 1024), (256, 4096), (6, 131072), (1, 131072)]  # sequences, tokens of each
 PROBES = [(64, 4096), (6, 131072)]
+UNEVEN = [(200, 100, 1900), (56, 200, 4200), (2, 131072, 131072), (256, 100, 200)]  # sequences, shortest, longest
 FLASH_PAGES = [(*size, 16) for size in DECODE] + [(64, 4096, 256), (6, 131072, 256)]
 PREFILL = [(8192, 8192), (8192, 32768), (8192, 131072), (2048, 32768)]  # new tokens, tokens in all
 COPIED_BYTES = (1 << 30, 1 << 31, 1 << 32)
@@ -230,8 +233,9 @@ def time_decode(cache: Cache, kv: KVView, backend, bandwidth: float) -> dict:
 
 
 def shape_of(variant: tuple[int, int, int], default: DecodeShape, filled: float = 1.0) -> DecodeShape:
+    """A variant (tile, warps, stages) with `filled` times as many warps at work as the engine aims at."""
     tile, warps, stages = variant
-    programs = int(multiprocessors() * 16 / warps * filled)
+    programs = int(default.programs * default.warps / warps * filled)
     return dataclasses.replace(default, tile=tile, warps=warps, stages=stages, programs=programs)
 
 
@@ -283,10 +287,43 @@ def decode_format(report: Report, format: str, seconds_left: Callable[[], float]
             )
 
 
-def time_prefill(cache: Cache, q: Tensor, q_len: int, flops: float, variant: Variant) -> dict:
-    kv, fwd, backend = cache.view(64), cache.batch_of(q_len), TritonBackend(prefill=Shape(*variant))
+def uneven(report: Report, format: str) -> None:
+    """Decode of sequences of unequal lengths, with half, all and twice the warps that the engine aims at."""
+    default = decode_shape(device_codec(parse_format(format).v), HEAD_DIM)
+    variant = default.tile, default.warps, default.stages
+    for batch, shortest, longest in UNEVEN:
+        cache, draw = Cache(format, batch, -(-longest // 128) * 128), random.Random(1)
+        lengths = [draw.randint(shortest, longest) for _ in range(batch)]
+        for page in (32, 64):
+            for filled in (0.5, 1.0, 2.0):
+                label = {"what": "uneven", "format": format, "batch": batch, "lengths": [shortest, longest]}
+                backend = TritonBackend(decode=shape_of(variant, default, filled))
+                measure = partial(time_uneven, cache, cache.view(page), backend, lengths)
+                if row := report.attempt(label | {"page": page, "filled": filled}, measure):
+                    print(
+                        f"uneven {format} {batch} x {shortest}-{longest} page {page}, warps x {filled}:"
+                        f" {row['us']:.0f} us {row['tb_s']:.2f} TB/s",
+                        flush=True,
+                    )
+        torch.cuda.empty_cache()
+
+
+def time_uneven(cache: Cache, kv: KVView, backend: TritonBackend, lengths: list[int]) -> dict:
+    fwd = cache.batch_of(1)
+    q = torch.randn(cache.batch, Q_HEADS, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    error = checked(kv, backend, q, fwd, 1, cache.length)  # at the full length
+    fwd.seq_lens, fwd.plan = torch.tensor(lengths, device=DEVICE), None
+    spent = seconds(lambda: [backend.attend(kv, l, q, fwd, SCALE) for l in range(cache.layers)]) / cache.layers
+    rate = cache.layer_bytes * sum(lengths) / (cache.batch * cache.length) / spent
+    return {"us": spent * 1e6, "tb_s": rate / 1e12, "error": error}
+
+
+def time_prefill(cache: Cache, q: Tensor, q_len: int, flops: float, variant: Variant | None) -> dict:
+    """As the engine does it, or, with a variant, by the paged kernel alone."""
+    kv, fwd = cache.view(64), cache.batch_of(q_len)
+    backend = TritonBackend(prefill=Shape(*variant) if variant else None)
     error = checked(kv, backend, q, fwd, q_len, cache.length)
-    spent = seconds(lambda: backend.attend(kv, 0, q, fwd, SCALE))
+    spent = seconds(lambda: backend.attend(kv, 0, q, fwd, SCALE), graph=False)
     return {"us": spent * 1e6, "tflop_s": flops / spent / 1e12, "error": error}
 
 
@@ -296,62 +333,16 @@ def prefill(report: Report, seconds_left: Callable[[], float]) -> None:
         flops = prefill_flops(q_len, length)
         for format in ("bf16", "int4"):
             cache, rows = Cache(format, 1, length), []
-            label = {"what": "prefill cudnn", "format": format, "q_len": q_len, "length": length}
-            row = report.attempt(label, partial(time_prefill_cudnn, cache, q, q_len, flops))
-            if row:
-                print(
-                    f"prefill {format} q {q_len} of {length}: cuDNN {row['tflop_s']:.0f} TFLOP/s ({row['us']:.0f} us),"
-                    f" rows decoded before in {row['decode_us']:.0f} us",
-                    flush=True,
-                )
+            label = {"what": "prefill", "format": format, "q_len": q_len, "length": length}
+            if row := report.attempt(label, partial(time_prefill, cache, q, q_len, flops, None)):
+                print(f"prefill {format} q {q_len} of {length}: {row['tflop_s']:.0f} TFLOP/s", flush=True)
             for variant in PREFILL_SHAPES:
                 if seconds_left() < 0:
                     break
-                label = {"what": "prefill", "format": format, "q_len": q_len, "length": length, "variant": variant}
-                rows.append(report.attempt(label, partial(time_prefill, cache, q, q_len, flops, variant)))
+                paged = label | {"what": "prefill paged", "variant": variant}
+                rows.append(report.attempt(paged, partial(time_prefill, cache, q, q_len, flops, variant)))
             line = "  ".join(f"{row['variant']}:{row['tflop_s']:.0f}" for row in rows if row)
             print(f"prefill {format} q {q_len} of {length}, TFLOP/s by (tile, warps, stages): {line}", flush=True)
-
-
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp [H, q]) of q [H, q, D] over k, v [KV heads, n, D]."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q[None], k[None], v[None], None, True, 0.0, causal, False, scale=SCALE
-    )
-    return out[0], lse.reshape(q.shape[:2])
-
-
-def time_prefill_cudnn(cache: Cache, q: Tensor, q_len: int, flops: float) -> dict:
-    """The alternative to a kernel of our own: rows decoded into a workspace, then two cuDNN calls, merged by their
-    log-sum-exp: the prefix needs no mask, and the chunk is a causal square."""
-    kv, past = cache.view(64), cache.length - q_len
-    one = torch.ones(1, dtype=torch.int64, device=DEVICE)
-    length = one * cache.length
-    jobs = JobBatch(one, one * 0, one * 0, length, length, length, one * 0, one[:, None], 0, cache.length, cache.length)
-    query, backend = q.transpose(0, 1).contiguous(), TritonBackend()
-
-    def decode() -> list[Tensor]:
-        columns = slice(0, KV_HEADS)
-        return [backend.read_rows(kv, jobs, columns, role)[0].to(q.dtype) for role in "kv"]
-
-    def attend(k: Tensor, v: Tensor) -> Tensor:
-        own, own_lse = cudnn_attention(query, k[:, past:], v[:, past:], True)
-        if past:
-            before, before_lse = cudnn_attention(query, k[:, :past], v[:, :past], False)
-            own = torch.lerp(own, before, torch.sigmoid(before_lse - own_lse)[..., None].to(q.dtype))
-        return own.transpose(0, 1)
-
-    rows = decode()
-    error = relative_error(kv, q, attend(*rows), 0, q_len, cache.length, [0])
-    if not error <= LIMIT:
-        raise ValueError(f"relative error {error:.2e} against torch, limit {LIMIT:g}")
-    alone = seconds(lambda: attend(*rows))
-    return {
-        "us": alone * 1e6,
-        "tflop_s": flops / alone / 1e12,
-        "decode_us": seconds(decode, graph=False) * 1e6,
-        "error": error,
-    }
 
 
 def compaction_work(format: str, num_jobs: int) -> tuple[Compressor, list[Job]]:
@@ -480,22 +471,14 @@ def markdown(rows: list[dict], formats: list[str]) -> str:
         lines.append(f"| {batch} x {length} | {' | '.join(cells)} |")
     columns = {"FA3": {"what": "prefill fa3"}}
     for format in ("bf16", "int4"):
-        columns[f"cuDNN, {format}"] = {"what": "prefill cudnn", "format": format}
-        columns[f"our kernel, {format}"] = {"what": "prefill", "format": format}
+        columns[f"engine, {format}"] = {"what": "prefill", "format": format}
+        columns[f"paged kernel alone, {format}"] = {"what": "prefill paged", "format": format}
     lines += ["", *_header("TFLOP/s, q of context", columns)]
     for q_len, length in PREFILL:
         found = [best_row(rows, "tflop_s", q_len=q_len, length=length, **want) for want in columns.values()]
-        cells = [_prefill_cell(row) for row in found]
+        cells = [f"{row['tflop_s']:.0f}" if row else "-" for row in found]
         lines.append(f"| {q_len} of {length} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _prefill_cell(row: dict | None) -> str:
-    """Rows that are decoded beforehand are not in the rate, so their time is given beside it."""
-    if row is None:
-        return "-"
-    decoded = f" (+ {row['decode_us'] / 1e3:.2f} ms)" if "decode_us" in row else ""
-    return f"{row['tflop_s']:.0f}{decoded}"
 
 
 def _header(first: str, columns: dict[str, dict]) -> list[str]:
@@ -510,6 +493,7 @@ def main() -> None:
     parser.add_argument("--peer-path", metavar="DIR", help="folder of vLLM's packages, if it is not installed")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter that has vLLM; default: this one")
     parser.add_argument("--no-prefill", action="store_true")
+    parser.add_argument("--uneven", action="store_true", help="time decode of unequal lengths, and nothing else")
     parser.add_argument("--compaction", action="store_true", help="time compactions, and nothing else")
     parser.add_argument("--seconds", type=float, default=130, help="start nothing new after this long")
     args = parser.parse_args()
@@ -523,6 +507,10 @@ def main() -> None:
     try:
         if args.compaction:
             compaction(report, args.formats)
+            return
+        if args.uneven:
+            for format in args.formats:
+                uneven(report, format)
             return
         if args.fa3:
             flash_attention_3(report, PeerHome(args.peer_python, args.peer_path))

@@ -20,6 +20,7 @@ from pagefold.models.sources import resolve
 from pagefold.models.spec import ModelSpec
 from pagefold.models.tokenizer import Tokenizer
 from pagefold.models.weights import dummy_tensors, load_decoder
+from pagefold.runner.device_sampler import DeviceSampler
 from pagefold.runner.graphs import graph_sizes
 from pagefold.runner.runner import ModelRunner
 from pagefold.runner.sampling import HostSampler, StepSampler
@@ -175,8 +176,6 @@ def build_backend(config: EngineConfig, device: torch.device) -> Backend:
 
 def build_sampler(spec: ModelSpec, decoder: Decoder) -> StepSampler:
     if decoder.device.type == "cuda":
-        from pagefold.runner.device_sampler import DeviceSampler
-
         return DeviceSampler(spec.vocab_size, decoder.device)
     return HostSampler(spec.vocab_size)
 

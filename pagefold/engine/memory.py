@@ -48,10 +48,8 @@ def measure(
 
     Raises InputError if the weights and one step leave nothing for pages.
     """
-    from pagefold.backends.triton.long_prefill import warm_up
-
     num_tokens = config.scheduler.tokens_per_step
-    warm_up(kv, num_tokens, max_model_len)  # first, as what a library loads is among what others take
+    backend.warm_up(kv, num_tokens, max_model_len)  # first, as what a library loads is among what others take
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

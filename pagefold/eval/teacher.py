@@ -19,6 +19,7 @@ from pagefold.core.types import Request, SamplingParams
 from pagefold.engine.build import Loaded, build_engine
 from pagefold.models.decoder import Decoder
 from pagefold.runner.model import Model
+from pagefold.runner.sampler import at_least_float32
 from pagefold.runner.sampling import Ready
 
 BLOCK_ROWS = 128  # distributions held at a time
@@ -109,4 +110,4 @@ def compare(decoder: Decoder, full: Tensor, tested: Tensor, window: Sequence[int
 def log_probs(decoder: Decoder, hidden: Tensor) -> Tensor:
     """Log-probabilities [N, vocab] after hidden states [N, hidden]; float32, or float64 for a float64 model."""
     logits = decoder.logits(hidden)[:, : decoder.spec.vocab_size]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return at_least_float32(logits).log_softmax(-1)

@@ -14,10 +14,8 @@ from pagefold.backends.base import Backend, ForwardInputs, KVView
 from pagefold.runner.inputs import Batch
 from pagefold.runner.model import Model
 
-_PADDING = np.array([[0], [0], [0], [1], [0], [0]])  # a token of slot 0, whose sequence is one token long
-
-
 LARGEST = 512  # beyond it a step is long enough to hide its launches
+_PADDING = np.array([[0], [0], [0], [1], [0], [0]])  # a token of slot 0, whose sequence is one token long
 
 
 def graph_sizes(most: int) -> list[int]:

@@ -101,7 +101,7 @@ class Sampler:
         pick: _Picker,
     ) -> list[int | None]:
         chosen = [specs[row] for row in rows]
-        x = _at_least_float32(_take(logits, rows))
+        x = at_least_float32(_take(logits, rows))
         for i, spec in enumerate(chosen):
             if has_edits(spec, len(spec.output)):
                 x[i] = _edit(x[i], spec)
@@ -127,7 +127,7 @@ def token_logprobs(logits: Tensor, chosen: Sequence[int], counts: Sequence[int])
     """
     entries: list[TokenLogprobs] = []
     for rows in _parts(range(len(chosen)), logits.device):
-        x = _at_least_float32(logits[rows[0] : rows[-1] + 1])
+        x = at_least_float32(logits[rows[0] : rows[-1] + 1])
         target = torch.tensor([chosen[row] for row in rows], device=x.device)
         part = [counts[row] for row in rows]
         entries += logprob_entries(*ranked(x, target, max(part)), part)
@@ -179,7 +179,8 @@ def _take(logits: Tensor, rows: Sequence[int]) -> Tensor:
     return logits.index_select(0, torch.tensor(rows, device=logits.device))
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
+    """float64 as it is, every other float as float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 

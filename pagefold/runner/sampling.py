@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagefold.core.types import SampleSpec, TokenLogprobs
-from pagefold.runner.sampler import Sampler
+from pagefold.runner.sampler import Sampler, at_least_float32
 
 T = TypeVar("T")
 Drawn = tuple[list[int | None], list[TokenLogprobs | None]]
@@ -69,11 +69,7 @@ class HostSampler:
         for spec, token in zip(specs, last.tolist(), strict=True):
             known = len(spec.prompt) + len(spec.output)
             whole.append(spec if known == spec.position else replace(spec, output=[*spec.output, token]))
-        return _HostDraw(self._sampler.sample(_wide(logits), whole))
+        return _HostDraw(self._sampler.sample(at_least_float32(logits), whole))
 
     def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> Ready[list[TokenLogprobs]]:
-        return Ready(self._sampler.prompt_logprobs(_wide(logits), targets, k))
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return Ready(self._sampler.prompt_logprobs(at_least_float32(logits), targets, k))

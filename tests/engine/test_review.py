@@ -1,20 +1,30 @@
 """What a request may not do to the engine or to others, found by reading."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
-from tests.engine.tiny import assert_drained, greedy, prompt_of, tiny_engine, tiny_tokenizer
+from pagefold.engine.build import build_engine
+from pagefold.engine.policy import POLICIES_KEPT
+from pagefold.models.weights import load_decoder
+from pagefold.runner import runner
+from tests.engine.tiny import (
+    OPTIONS,
+    assert_drained,
+    drain,
+    greedy,
+    prompt_of,
+    run,
+    tiny_engine,
+    tiny_loaded,
+    tiny_tensors,
+    tiny_tokenizer,
+)
 
 TOKENIZER = tiny_tokenizer()
-
-
-def drain(engine):
-    done = {}
-    for _ in range(2000):
-        if not engine.has_work:
-            return done
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    raise AssertionError("no progress")
 
 
 def test_a_failed_step_ends_its_requests_and_leaves_a_working_engine_with_an_honest_prefix_cache():
@@ -108,3 +118,38 @@ def test_a_prompt_under_pressure_in_a_pool_smaller_than_it_folds_from_the_start(
     )
     engine.add(Request("a", tuple(prompt_of(length)), greedy(6)))
     assert len(drain(engine)["a"].outputs[0].token_ids) == 6
+
+
+def test_a_model_in_memory_is_not_stretched_beyond_the_positions_it_was_loaded_for():
+    loaded = tiny_loaded()
+    short = replace(loaded, decoder=load_decoder(loaded.spec, tiny_tensors(loaded.spec), torch.float64, 64))
+    config = EngineConfig.from_options(**OPTIONS | {"max_model_len": 65})
+    with pytest.raises(InputError, match="max_model_len: got 65, the model was loaded for 64"):
+        build_engine(config, short)
+
+
+def test_prompts_are_ranked_in_slices_as_in_one_piece(monkeypatch):
+    params, prompt = greedy(2, prompt_logprobs=3), prompt_of(40)
+    (whole,) = run(tiny_engine(), [prompt], [params])
+    monkeypatch.setattr(runner, "RANKED_ROWS", 7)
+    (sliced,) = run(tiny_engine(), [prompt], [params])
+    assert len(sliced.prompt_logprobs) == len(whole.prompt_logprobs) == 40
+    for ours, theirs in zip(sliced.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
+        assert (ours.ids, ours.ranks) == (theirs.ids, theirs.ranks)
+        assert ours.logprobs == pytest.approx(theirs.logprobs)
+
+
+def test_policies_of_passing_requests_do_not_pile_up():
+    engine = tiny_engine(kv_eviction="recency")
+    for budget in range(8, 8 + 3 * POLICIES_KEPT):
+        engine.policies.policy(greedy(1, kv_budget=budget))
+    assert len(engine.policies._cache) <= POLICIES_KEPT
+
+
+def test_a_request_preempted_before_its_last_token_is_read_still_says_what_became_of_its_rows():
+    engine = tiny_engine(plan_ahead=True)
+    engine.add(Request("a", tuple(prompt_of(20)), greedy(3)))
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.preempt(engine.scheduler.running[0])
+    assert drain(engine)["a"].outputs[0].kv.tokens == 22

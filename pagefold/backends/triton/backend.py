@@ -10,7 +10,7 @@ from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
 from pagefold.backends.triton.compaction import TritonCompaction
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
-from pagefold.backends.triton.long_prefill import LongPrefill, attend_long
+from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, warm_up
 from pagefold.backends.triton.plan import (
     BatchPlan,
     DecodePart,
@@ -34,7 +34,8 @@ from pagefold.store.shim import HAS_TRITON, triton
 class TritonBackend(TritonOps, TritonRows, TritonCompaction):
     """
     decode    shape of the decode kernel; by default, what suits the format
-    prefill   shape of the prefill kernel
+    prefill   shape of the paged prefill kernel, which then attends to every chunk; by default it is what suits the
+              format, and long chunks go to cuDNN
     """
 
     name = "triton"
@@ -53,10 +54,13 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
 
     def _plan(self, kv: KVView, fwd: ForwardInputs) -> BatchPlan:
         if not (isinstance(fwd.plan, BatchPlan) and fwd.plan.kv is kv):
-            long = self._long.plan(kv, fwd)
+            long = self._long.plan(kv, fwd) if self._prefill_shape is None else []
             fwd.plan = plan_batch(kv, fwd, [chunk.index for chunk in long])
             fwd.plan.long = long
         return fwd.plan
+
+    def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
+        warm_up(kv, max_tokens, max_model_len)
 
     def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
         hot, plan, qkv = kv.tiers[0], self._plan(kv, fwd), qkv.contiguous()

@@ -1,0 +1,77 @@
+"""Promises of the small parts around a step: uploads, captured sizes, what a device fills in, counts that grow."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagefold.backends.upload import upload
+from pagefold.core.config import EngineConfig
+from pagefold.core.types import InputError, SamplingParams
+from pagefold.engine.build import choose_device, for_device
+from pagefold.runner.device_sampler import _Counts, _Kept
+from pagefold.runner.graphs import LARGEST, graph_sizes
+
+
+@given(st.lists(st.lists(st.integers(-(2**62), 2**62), max_size=7), min_size=1, max_size=6))
+def test_uploads_arrive_whole_and_aligned(lists):
+    arrays = [np.array(numbers, np.int64) for numbers in lists]
+    moved = upload(arrays, torch.device("cpu"))
+    assert [tensor.tolist() for tensor in moved] == lists
+    assert all((tensor.data_ptr() - moved[0].data_ptr()) % 16 == 0 for tensor in moved if tensor.numel())
+
+
+def test_uploads_flatten_and_widen():
+    (moved,) = upload([np.arange(6, dtype=np.int32).reshape(2, 3)], torch.device("cpu"))
+    assert (moved.tolist(), moved.dtype) == ([0, 1, 2, 3, 4, 5], torch.int64)
+
+
+@pytest.mark.parametrize("most", [*range(1, 20), 100, 255, 256, 257, 300, 512, 513, 4096])
+def test_every_batch_has_a_captured_size_that_is_not_much_larger(most):
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, LARGEST)
+    assert all(after - before <= 16 for before, after in zip(sizes, sizes[1:], strict=False))
+
+
+@pytest.mark.parametrize("device, ahead, tokens", [("cpu", False, 2048), ("cuda", True, 8192)])
+def test_what_depends_on_the_device_is_filled_in_unless_it_was_given(device, ahead, tokens):
+    scheduler = for_device(EngineConfig(), torch.device(device)).scheduler
+    assert (scheduler.plan_ahead, scheduler.tokens_per_step) == (ahead, tokens)
+    given = EngineConfig.from_options(plan_ahead=not ahead, max_num_batched_tokens=100)
+    scheduler = for_device(given, torch.device(device)).scheduler
+    assert (scheduler.plan_ahead, scheduler.tokens_per_step) == (not ahead, 100)
+
+
+@given(st.lists(st.lists(st.integers(0, 90), max_size=70), max_size=5))
+def test_counts_of_a_growing_output_are_those_of_the_whole(parts):
+    counts, output = _Counts(80), []
+    for part in parts:
+        output += part
+        ids, times = counts.of(output)
+        assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == Counter(id for id in output if id < 80)
+
+
+def test_what_two_steps_did_not_ask_for_is_let_go():
+    kept, owner, made = _Kept(), [1], []
+    for expected in (1, 1):
+        assert kept.of(owner, lambda: made.append(0) or len(made)) == expected
+        kept.turn()
+    kept.turn()
+    assert kept.of(owner, lambda: made.append(0) or len(made)) == 2
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words", "stop_token_ids", "logit_bias"])
+def test_lists_that_every_step_looks_at_have_a_limit(field):
+    entries = list(range(1025)) if field == "stop_token_ids" else [str(i) for i in range(1025)]
+    with pytest.raises(InputError, match=f"{field}: got 1025 entries, at most 1024"):
+        SamplingParams(**{field: dict.fromkeys(range(1025), 0.5) if field == "logit_bias" else entries})
+
+
+def test_a_gpu_backend_without_a_gpu_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="backend: got 'triton', which needs a CUDA device"):
+        choose_device("triton")
+    assert choose_device("auto").type == "cpu"
