@@ -397,7 +397,7 @@ def test_logprobs_of_a_broken_row_do_not_raise():
 
 def test_a_plain_greedy_batch_is_one_pass(monkeypatch):
     """No row of it is edited, cut or copied."""
-    for name in ("_edit", "_cut", "_race", "_at_least_float32"):
+    for name in ("_edit", "_cut", "_race", "at_least_float32"):
         monkeypatch.setattr(f"pagefold.runner.sampler.{name}", None)
     x = logits_of(22, rows=16)
     assert SAMPLER.sample(x, [spec(temperature=0)] * 16)[0] == x.argmax(-1).tolist()
