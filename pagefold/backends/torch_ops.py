@@ -48,6 +48,22 @@ class TorchOps:
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         pass
 
+    few_tokens = 0
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gate: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.nn.functional.linear(self.rms_norm(x, *norm) if norm else x, weight, bias)
+        out = self.silu_mul(out) if gate else out
+        return out if add_to is None else add_to.add_(out)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_normed(x, weight, eps).to(x.dtype)
 

@@ -9,6 +9,7 @@ from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
 from pagefold.backends.triton.compaction import TritonCompaction
+from pagefold.backends.triton.few_rows import MAX_TOKENS, product
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, warm_up
 from pagefold.backends.triton.plan import (
@@ -39,6 +40,8 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
     """
 
     name = "triton"
+    few_tokens = MAX_TOKENS
+    product = staticmethod(product)
 
     def __init__(self, decode: DecodeShape | None = None, prefill: Shape | None = None):
         if not HAS_TRITON:
