@@ -10,29 +10,48 @@ if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
 
 from pagefold.backends.triton import few_rows
-from tests.compile.test_compile import Launch, Recorder
+from tests.compile.test_compile import SHARED, Launch, Recorder
 from tests.compile.test_sampling_compile import machine_code
 
-KINDS = {"plain": {}, "norm": {"norm": True}, "gate": {"norm": True, "gate": True}, "add": {"add_to": True}}
+KINDS = {  # of Qwen3-4B: n, k and options
+    "qkv": (6144, 2560, {"norm": True}),
+    "o": (2560, 4096, {"add_to": True}),
+    "gate_up": (9728, 2560, {"norm": True, "gate": True}),
+    "down": (2560, 9728, {"add_to": True}),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_tokens", [1, few_rows.MAX_TOKENS])
-def test_products_read_wide_and_spill_nothing(monkeypatch, tmp_path, num_tokens, kind, capability):
+@pytest.mark.parametrize("num_tokens", [1, few_rows.HELD_TOKENS, few_rows.HELD_TOKENS + 1, few_rows.MAX_TOKENS])
+def test_products_keep_many_bytes_in_flight(monkeypatch, tmp_path, num_tokens, kind, capability):
+    """By wide loads, or copies to shared memory, of programs of which several fit on a multiprocessor."""
     found: list[Launch] = []
-    monkeypatch.setattr(few_rows, "product_rows", Recorder(few_rows.product_rows, found))
-    x = torch.zeros(num_tokens, 2560, dtype=torch.bfloat16)
-    options: dict = {name: value for name, value in KINDS[kind].items() if name == "gate"}
-    if "norm" in KINDS[kind]:
-        options["norm"] = torch.zeros(2560), 1e-6
-    if "add_to" in KINDS[kind]:
-        options["add_to"] = torch.zeros(num_tokens, 1024, dtype=torch.bfloat16)
-    few_rows.product(x, torch.zeros(2048 if kind == "gate" else 1024, 2560, dtype=torch.bfloat16), None, **options)
+    for name in ("held_rows", "streamed_rows"):
+        monkeypatch.setattr(few_rows, name, Recorder(getattr(few_rows, name), found))
+    n, k, options = KINDS[kind]
+    options = dict(options)
+    x = torch.zeros(num_tokens, k, dtype=torch.bfloat16)
+    if "norm" in options:
+        options["norm"] = torch.zeros(k), 1e-6
+    if "add_to" in options:
+        options["add_to"] = torch.zeros(num_tokens, n, dtype=torch.bfloat16)
+    weight = torch.empty(n * (1 + options.get("gate", False)), k, dtype=torch.bfloat16)
+    few_rows.product(x, weight, None, **options)
     (launch,) = found
     launch.args["AHEAD"] = capability >= 90
-    ops, registers = machine_code(launch.compile(capability).asm["cubin"], tmp_path)
-    assert not [op for op in ops if op.startswith(("LDL", "STL"))]
-    assert [op for op in ops if op.startswith("LDG") and "128" in op]
-    assert registers <= 168
+    compiled = launch.compile(capability)
+    ops, registers = machine_code(compiled.asm["cubin"], tmp_path)
+    assert sum(op.startswith("LDL") for op in ops) <= 2  # once a program, if at all
+    programs = min(65536 // (registers * 128), SHARED[capability] // max(1, compiled.metadata.shared))
+    if launch.kernel.__name__ == "held_rows":
+        loads = sum(op.startswith("LDG") and "128" in op for op in ops)
+        before = next((i for i, op in enumerate(ops) if op == "ACQBULK"), len(ops))
+        early = sum(op.startswith("LDG") and "128" in op for op in ops[:before])
+        assert loads * 2048 * programs >= 64 << 10 and (capability < 90 or early >= loads // 3)
+    else:
+        assert any(op.startswith("HMMA") for op in ops)
+        assert sum(op.startswith("LDGSTS") and "128" in op for op in ops) >= 4
+        tiles = (launch.args["STAGES"] - 2) * (1 + launch.args["GATE"])
+        assert tiles * 8192 * programs >= (64 if capability >= 90 else 24) << 10

@@ -70,6 +70,13 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@functools.cache
+def starts_ahead(device: torch.device) -> bool:
+    """Whether kernels may start before the one in front has ended (programmatic dependent launch), and wait for it
+    themselves: from compute capability 9.0 on."""
+    return not interpreted() and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def device_codec(codec: RowCodec) -> DeviceCodec:
     device = getattr(cast(DeviceRowCodec, codec), "device", None)
     if device is None:
