@@ -1,6 +1,6 @@
 """Products of a few tokens equal torch's, the kernel interpreted on the CPU.
 
-The interpreter must be chosen before kernels are defined, so a plain run starts this file again in a process of its own.
+The interpreter must be chosen before kernels are defined, so a plain run starts this file again in its own process.
 """
 
 # ruff: noqa: E402 - what is imported depends on Triton being there
@@ -41,9 +41,9 @@ def test_products_equal_those_of_torch(num_tokens, n, k, biased):
     x, norm = torch.randn(num_tokens, k), (torch.rand(k), 1e-5)
     for gate in (False, True):
         weight, bias = torch.randn(n * (1 + gate), k) / k**0.5, torch.randn(n * (1 + gate)) if biased else None
-        for options in ({}, {"norm": norm}):
-            got = product(x, weight, bias, gate=gate, **options)
-            torch.testing.assert_close(got, TorchOps().product(x, weight, bias, gate=gate, **options))
+        for normed in (None, norm):
+            got = product(x, weight, bias, gate=gate, norm=normed)
+            torch.testing.assert_close(got, TorchOps().product(x, weight, bias, gate=gate, norm=normed))
     sums, weight, bias = torch.randn(num_tokens, n), torch.randn(n, k) / k**0.5, torch.randn(n) if biased else None
     want = TorchOps().product(x, weight, bias, add_to=sums.clone())
     assert product(x, weight, bias, add_to=sums) is sums

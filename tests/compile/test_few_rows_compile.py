@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402 - what is imported depends on Triton being there and compiling
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from pagefold.backends.triton import few_rows
 from tests.compile.test_compile import SHARED, Launch, Recorder
 from tests.compile.test_sampling_compile import machine_code
 
-KINDS = {  # of Qwen3-4B: n, k and options
+KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {  # of Qwen3-4B: n, k and options
     "qkv": (6144, 2560, {"norm": True}),
     "o": (2560, 4096, {"add_to": True}),
     "gate_up": (9728, 2560, {"norm": True, "gate": True}),

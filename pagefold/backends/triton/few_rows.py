@@ -12,7 +12,8 @@ that registers hold whole (`held_rows`); more of them by the matrix units, whose
 import torch
 from torch import Tensor
 
-from pagefold.backends.triton.plan import next_power_of_2, starts_ahead
+from pagefold.backends.triton.ahead import starts_ahead
+from pagefold.backends.triton.plan import next_power_of_2
 from pagefold.store.shim import jit, tl, triton
 
 MAX_TOKENS = 16  # more are faster in a library's products
@@ -93,9 +94,9 @@ def held_rows(
                 squares += b_x * b_x
                 b_x = b_x * tl.load(norm + c * WIDTH + o_k, mask=k_ok, other=0.0)
             # what lies in one lane is summed at once, so that sums take few registers
-            acc += tl.sum(tl.reshape(tiles[c].to(tl.float32) * b_x[None, :], [ROWS, WIDTH // 8, 8]), 2)
+            acc += tl.sum(tl.reshape(tl.cast(tiles[c], tl.float32) * b_x[None, :], [ROWS, WIDTH // 8, 8]), 2)
             if GATE:
-                acc_u += tl.sum(tl.reshape(tiles_u[c].to(tl.float32) * b_x[None, :], [ROWS, WIDTH // 8, 8]), 2)
+                acc_u += tl.sum(tl.reshape(tl.cast(tiles_u[c], tl.float32) * b_x[None, :], [ROWS, WIDTH // 8, 8]), 2)
         value, up, square = tl.sum(acc, 1), tl.sum(acc_u, 1), tl.sum(squares, 0)
         finished(value, up, square, bias, out + t * n + o_n, o_n, row_ok, n, k, eps, NORM, GATE, ADD, BIAS)
 
