@@ -78,7 +78,7 @@ class ModelRunner:
         self.kv = kv
         self.host = host
         self.sampler = sampler
-        self.compressor = Compressor(backend, kv, model.scale, overlap=overlap)
+        self.compressor = Compressor(backend, kv, model.scale, overlap=overlap, graphs=True)
         self.graphs: DecodeGraphs | None = None
         self.device = kv.page_table.device
         self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=self.device)  # by slot
