@@ -9,6 +9,7 @@ import numpy as np
 from pagefold.core.config import SchedulerConfig
 from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult, SwapOp
 from pagefold.engine.grammar import Matcher, fill_masks
+from pagefold.engine.pressure import Pressure
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.kv.manager import KVManager
 from pagefold.kv.state import FoldPolicy, KVState
@@ -56,11 +57,13 @@ class Scheduler:
         self._in_flight: deque[list[_Planned]] = deque()  # steps planned, oldest first, whose results are to come
         self._swaps: list[SwapOp] = []
         self._step = 0
+        self._pressure = Pressure(manager)
 
     # ---- requests come and go
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=lambda s: s.order)
+        self._pressure.meet(seq.policy)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Take a sequence out at any moment: it ended, was aborted or failed."""
@@ -94,7 +97,7 @@ class Scheduler:
                 self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
                 self.manager.commit(kv)
                 self.stats.folds += 1
-        self._fold_under_pressure()
+        self._pressure.relieve(self.running, self.waiting)
         plan = _PlanBuilder(self.config.tokens_per_step)
         if self._plan_running(plan):
             self._admit(plan)
@@ -289,28 +292,6 @@ class Scheduler:
             seq.status = Status.RUNNING
             insort(self.running, seq, key=lambda s: s.order)
             self._plan_chunk(seq, plan)
-
-    def _fold_under_pressure(self) -> None:
-        """Pages run short: ask the longest requests in pressure mode to fold, until what they will free is enough."""
-        manager = self.manager
-        free_riders = [s.kv for s in self.running if not s.kv.reserved]
-        waiting = [kv for kv in free_riders if kv.policy.under_pressure and kv.fold_from is None]
-        if not waiting:
-            return
-        size = manager.geometry.page_size
-        reach = max(-(-(kv.policy.window + kv.policy.period) // size) for kv in waiting)
-        want = sum(kv.num_groups for kv in free_riders) * reach
-        if self.waiting:
-            want += -(-len(self.waiting[0].tokens) // size) * manager.geometry.num_groups
-        if manager.room() >= want:
-            return
-        surplus = lambda kv: int((kv.num_pages - (kv.policy.budget + kv.policy.period) // size).clip(0).sum())  # noqa: E731
-        coming = sum(surplus(kv) for kv in free_riders if kv.fold_from is not None)
-        for kv in sorted(waiting, key=lambda kv: kv.num_tokens, reverse=True):
-            if manager.room() + coming >= want or surplus(kv) <= 0:
-                return
-            manager.start_folding(kv)
-            coming += surplus(kv)
 
     # ---- results
 
