@@ -260,7 +260,7 @@ class Scheduler:
         config, manager = self.config, self.manager
         while self.waiting and len(self.running) < config.max_num_seqs and plan.tokens_left:
             seq = self.waiting[0]
-            if seq.num_drawing:
+            if seq.num_drawing or not self._has_window_for(seq):
                 return
             # each running sequence without a reservation should be able to open one more page
             margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
@@ -292,6 +292,13 @@ class Scheduler:
             seq.status = Status.RUNNING
             insort(self.running, seq, key=lambda s: s.order)
             self._plan_chunk(seq, plan)
+
+    def _has_window_for(self, seq: Sequence) -> bool:
+        """Always, if windows are lent just in time; lent for life, no more requests that need one run than there are
+        (hybrid and constrained scheduling; Zipage, arXiv 2603.08743)."""
+        if self.config.kv_window_lending == "just-in-time" or not seq.policy.needs_window:
+            return True
+        return sum(s.policy.needs_window for s in self.running) < self.manager.geometry.window_slots
 
     # ---- results
 

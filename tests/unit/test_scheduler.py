@@ -40,12 +40,13 @@ class World:
         host=400,
         prefix=True,
         preemption="recompute",
+        lending="just-in-time",
         ahead=False,
         unsound=None,
     ):
         geometry = KVGeometry((pages,) * tiers, (host,) * tiers, (1,) * tiers, groups, SIZE, seqs, windows)
         self.manager = KVManager(geometry, prefix)
-        self.scheduler = Scheduler(SchedulerConfig(seqs, max_tokens, preemption=preemption), self.manager)
+        self.scheduler = Scheduler(SchedulerConfig(seqs, max_tokens, kv_window_lending=lending, preemption=preemption), self.manager)
         self.policies: dict[str, FoldPolicy] = {}
         self.runner = SimRunner(geometry, self.policies, unsound)
         self.ahead = ahead
@@ -158,6 +159,7 @@ def test_output_depends_on_the_request_alone(data):
         host=data.draw(st.sampled_from([1, 400])),
         prefix=data.draw(st.booleans()),
         preemption=data.draw(st.sampled_from(["recompute", "swap"])),
+        lending=data.draw(st.sampled_from(["just-in-time", "for-life"])),
         ahead=data.draw(st.booleans()),
         unsound=data.draw(st.sampled_from([None, None, 7])),
     )
@@ -237,6 +239,22 @@ def test_a_full_pool_of_folding_requests_is_never_preempted():
     world.run()
     assert world.scheduler.stats.preemptions == 0
     assert world.scheduler.stats.peak_running >= 7
+    for seq in seqs:
+        assert_right(seq)
+
+
+@pytest.mark.parametrize("lending", ["just-in-time", "for-life"])
+def test_windows_lent_for_life_bound_who_runs(lending):
+    """Zipage invariant 20: constrained, nobody is preempted. Requests that need no window join all the same."""
+    world = World(pages=200, seqs=20, windows=2, max_tokens=64, prefix=False, lending=lending)
+    seqs = [world.add([i] * (3 + i % 5), fold_policy(SIZE, [3]), 60) for i in range(6)]
+    seqs.append(world.add([9] * 4, fold_policy(SIZE, [3], scorer="plain"), 60, priority=-1))
+    most = 0
+    while world.step():
+        most = max(most, len(world.scheduler.running))
+    world.assert_empty()
+    assert world.scheduler.stats.preemptions == 0
+    assert most == {"just-in-time": 7, "for-life": 3}[lending]
     for seq in seqs:
         assert_right(seq)
 
