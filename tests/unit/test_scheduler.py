@@ -46,7 +46,9 @@ class World:
     ):
         geometry = KVGeometry((pages,) * tiers, (host,) * tiers, (1,) * tiers, groups, SIZE, seqs, windows)
         self.manager = KVManager(geometry, prefix)
-        self.scheduler = Scheduler(SchedulerConfig(seqs, max_tokens, kv_window_lending=lending, preemption=preemption), self.manager)
+        self.scheduler = Scheduler(
+            SchedulerConfig(seqs, max_tokens, kv_window_lending=lending, preemption=preemption), self.manager
+        )
         self.policies: dict[str, FoldPolicy] = {}
         self.runner = SimRunner(geometry, self.policies, unsound)
         self.ahead = ahead
