@@ -332,6 +332,11 @@ class Scheduler:
                 self._finish_if_done(seq, new)
                 if logprob is not None:
                     seq.logprobs.append(logprob)
+            if chunk.slot in result.failed and seq.state is kv and not seq.finished:
+                seq.error = result.failed[chunk.slot]  # what later steps draw for it is dropped
+                self.finish(seq, FinishReason.ABORT)
+                if not drawn:
+                    touched.append(seq)
         return touched
 
     def _finish_if_done(self, seq: Sequence, new: int | None) -> None:

@@ -43,6 +43,7 @@ class World:
         lending="just-in-time",
         ahead=False,
         unsound=None,
+        failing=frozenset(),
     ):
         geometry = KVGeometry((pages,) * tiers, (host,) * tiers, (1,) * tiers, groups, SIZE, seqs, windows)
         self.manager = KVManager(geometry, prefix)
@@ -50,7 +51,7 @@ class World:
             SchedulerConfig(seqs, max_tokens, kv_window_lending=lending, preemption=preemption), self.manager
         )
         self.policies: dict[str, FoldPolicy] = {}
-        self.runner = SimRunner(geometry, self.policies, unsound)
+        self.runner = SimRunner(geometry, self.policies, unsound, failing)
         self.ahead = ahead
         self.in_flight: deque[tuple[StepPlan, list[np.ndarray]]] = deque()
         self.arrivals = count()
@@ -219,6 +220,42 @@ def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
         if not seq.policy.under_pressure and seq.finish_reason is not FinishReason.ABORT:
             assert_right(seq)
         assert seq.status is Status.FINISHED and (i in aborted or len(seq.output) == seq.max_tokens)
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_folds_that_fail_end_their_requests_and_no_other(data):
+    """Zipage invariant 23: what they wrote is junk, which nobody else ever reads, nor does a later prompt."""
+    groups, tiers = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 1, 2]))
+    world = World(
+        groups=groups,
+        tiers=tiers,
+        pages=data.draw(st.integers(30, 70)) * groups,
+        max_tokens=data.draw(st.sampled_from([3, 16, 64])),
+        preemption=data.draw(st.sampled_from(["recompute", "swap"])),
+        ahead=data.draw(st.booleans()),
+        failing=frozenset(data.draw(st.sets(st.integers(1, 60), max_size=20))),
+    )
+    trunk, seqs = list(range(30)), []
+    for _ in range(data.draw(st.integers(1, 7))):
+        prompt = trunk[: data.draw(st.integers(1, 30))] + data.draw(st.lists(st.integers(0, 49), max_size=4))
+        seqs.append(
+            world.add(prompt, data.draw(policies(groups, tiers, pressure=False)), data.draw(st.integers(1, 40)))
+        )
+    for victims in data.draw(st.lists(st.sets(st.integers(0, 5), max_size=2), max_size=20)):
+        world.step()
+        running = list(world.scheduler.running)
+        for seq in (running[victim] for victim in victims if victim < len(running)):
+            if world.scheduler.can_preempt(seq):
+                world.scheduler.preempt(seq)
+    world.run()
+    for seq in seqs:
+        if seq.error is None:
+            assert_right(seq)
+        else:
+            assert seq.finish_reason is FinishReason.ABORT and seq.policy.evicts | (tiers == 2)
+            whole = expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens)
+            assert seq.output == whole[: len(seq.output)]
 
 
 def test_rows_stay_within_budget_period_and_lag():
