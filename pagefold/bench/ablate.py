@@ -88,7 +88,9 @@ def ablation_of(case: Case, given: dict[str, Any]) -> Ablation:
             absent[name] = f"{scorer.name} has no option {option}"
         elif getattr(scorer, option) != value:
             rows[name] = folded | {"kv_eviction": with_option(spec, option, value)}
-    return Ablation(dataclasses.replace(case, title=f"Ablation, {case.title}", engines=rows), absent)
+    peers = case.peer_options | ({"enable_prefix_caching": True} if case.device == "cuda" else {})
+    case = dataclasses.replace(case, title=f"Ablation, {case.title}", engines=rows, peer_options=peers)
+    return Ablation(case, absent)
 
 
 def _lag(folded: dict[str, Any]) -> int:

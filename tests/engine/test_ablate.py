@@ -37,7 +37,9 @@ def ablated(given: dict, device: str = "cpu", **work) -> ablate.Ablation:
 
 
 def test_each_row_of_an_ablation_differs_from_the_folded_one_in_one_option():
-    rows = ablated({"model": "m", "kv_budget": 64}, "cuda").case.engines
+    case = ablated({"model": "m", "kv_budget": 64}, "cuda").case
+    rows = case.engines
+    assert case.peer_options == {"enable_prefix_caching": True}
     folded = rows.pop("folded")
     assert folded["kv_lag"] == 8 and folded["max_num_seqs"] == 5 and folded["enable_prefix_caching"]
     changed = {name: {k: v for k, v in row.items() if folded.get(k) != v} for name, row in rows.items()}

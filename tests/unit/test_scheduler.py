@@ -396,6 +396,26 @@ def test_prompts_around_a_page_boundary(extra, max_tokens):
     assert_right(seq)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", range(11, 18))
+def test_ends_of_every_kind_around_a_fold(length, ahead):
+    """Zipage invariant 22: an end by length, by a stop token and by an abort at every token before, at and after a fold
+    at 16 and its window, from 13 on."""
+    policy, prompt = fold_policy(SIZE, [3], lag=1), list(range(length))
+    whole = expected_output(prompt, policy, SIZE, 12)
+    for end in range(1, 10):
+        for kind in ("length", "stop", "abort"):
+            world = World(windows=1, pages=20, ahead=ahead)
+            stop = (whole[end - 1],) if kind == "stop" else ()
+            seq = world.add(prompt, policy, end if kind == "length" else 12, stop=stop)
+            while not seq.finished and world.step():
+                if kind == "abort" and len(seq.output) == end:
+                    world.scheduler.finish(seq, FinishReason.ABORT)
+            world.run()
+            last = whole.index(stop[0]) + 1 if stop else end
+            assert seq.output == whole[:last] and seq.error is None
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_largest_that_fits():
     world = World(pages=11)
     with pytest.raises(InputError, match=r"prompt: got 50 tokens, the largest that fits is 39.*10 in the pool"):
