@@ -95,7 +95,7 @@ def test_what_an_ablation_compares_cannot_be_asked_for(given, device, field):
 
 
 def test_an_ablation_runs_its_rows_and_writes_them(options, in_this_process, tmp_path, capsys):
-    given = options | {"num_pages": 20, "kv_window_slots": 2}
+    given = options | {"num_pages": 20, "kv_window_slots": 2, "kv_eviction": "snapkv"}
     work = sampled_workload(random_workload(4, 40, 60, 256), 2)
     case = Case("t", work, "float32", {"one": given})
     paths = [tmp_path / name for name in ("rows.json", "rows.png")]
