@@ -138,18 +138,21 @@ class Compressor:
         self._running: deque[_Running] = deque()
 
     def run(self, jobs: list[Job], policies: list[ScorePolicy]) -> None:
-        """All jobs of a step, after what was launched before. Raises InputError if a job cannot keep what it should."""
+        """All jobs of a step, after what was launched before. Raises InputError if a job cannot keep what it should,
+        and whatever a scorer raises; destinations may hold anything then."""
         if not jobs:
             return
         if self._stream is None:
             self._run(jobs, policies)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        done = torch.cuda.Event()
         with torch.cuda.stream(self._stream):  # whose own memory pool all that is made here comes from
-            self._run(jobs, policies)
-            done = torch.cuda.Event()
-            done.record()
-        self._note(jobs, done)
+            try:
+                self._run(jobs, policies)
+            finally:  # if it failed, what was launched before still writes to the pages
+                done.record()
+                self._note(jobs, done)
 
     def _note(self, jobs: list[Job], done: torch.cuda.Event) -> None:
         dst = np.concatenate([job.dst_pages for job in jobs])
