@@ -15,6 +15,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 BACKENDS = ("auto", "cpu", "reference", "triton")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("recompute", "swap")
+LENDING = ("just-in-time", "for-life")
 
 
 def _option(default: object, text: str, choices: tuple[str, ...] | None = None) -> typing.Any:
@@ -78,6 +79,7 @@ class SchedulerConfig:
     max_num_seqs: int = _option(256, "requests running at once")
     max_num_batched_tokens: int | None = _option(None, "tokens computed in one step; default: 2048, on a GPU 8192")
     kv_window_slots: int | None = _option(None, "query windows to lend; default: as many as are needed")
+    kv_window_lending: str = _option("just-in-time", "how long a request has its query window", LENDING)
     preemption: str = _option("recompute", "how requests that evicted nothing are preempted", PREEMPTIONS)
     plan_ahead: bool | None = _option(None, "launch a step before the last one's tokens are read; default: on a GPU")
 

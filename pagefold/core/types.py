@@ -352,9 +352,11 @@ class StepResult:
     ids                one per entry of `StepPlan.samples`, None where no token was drawn
     logprobs           the same shape: the chosen token's, if it asked for them
     prompt_logprobs    one entry per target in `StepPlan.prompt_targets`
+    failed             {slot: what went wrong} of those whose jobs failed: their destination pages hold nothing
     """
 
     step: int
     ids: list[int | None]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+    failed: dict[int, str] = field(default_factory=dict)

@@ -9,6 +9,7 @@ import numpy as np
 from pagefold.core.config import SchedulerConfig
 from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult, SwapOp
 from pagefold.engine.grammar import Matcher, fill_masks
+from pagefold.engine.pressure import Pressure
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.kv.manager import KVManager
 from pagefold.kv.state import FoldPolicy, KVState
@@ -56,11 +57,13 @@ class Scheduler:
         self._in_flight: deque[list[_Planned]] = deque()  # steps planned, oldest first, whose results are to come
         self._swaps: list[SwapOp] = []
         self._step = 0
+        self._pressure = Pressure(manager)
 
     # ---- requests come and go
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=lambda s: s.order)
+        self._pressure.meet(seq.policy)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Take a sequence out at any moment: it ended, was aborted or failed."""
@@ -94,7 +97,7 @@ class Scheduler:
                 self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
                 self.manager.commit(kv)
                 self.stats.folds += 1
-        self._fold_under_pressure()
+        self._pressure.relieve(self.running, self.waiting)
         plan = _PlanBuilder(self.config.tokens_per_step)
         if self._plan_running(plan):
             self._admit(plan)
@@ -257,7 +260,7 @@ class Scheduler:
         config, manager = self.config, self.manager
         while self.waiting and len(self.running) < config.max_num_seqs and plan.tokens_left:
             seq = self.waiting[0]
-            if seq.num_drawing:
+            if seq.num_drawing or not self._has_window_for(seq):
                 return
             # each running sequence without a reservation should be able to open one more page
             margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
@@ -290,27 +293,12 @@ class Scheduler:
             insort(self.running, seq, key=lambda s: s.order)
             self._plan_chunk(seq, plan)
 
-    def _fold_under_pressure(self) -> None:
-        """Pages run short: ask the longest requests in pressure mode to fold, until what they will free is enough."""
-        manager = self.manager
-        free_riders = [s.kv for s in self.running if not s.kv.reserved]
-        waiting = [kv for kv in free_riders if kv.policy.under_pressure and kv.fold_from is None]
-        if not waiting:
-            return
-        size = manager.geometry.page_size
-        reach = max(-(-(kv.policy.window + kv.policy.period) // size) for kv in waiting)
-        want = sum(kv.num_groups for kv in free_riders) * reach
-        if self.waiting:
-            want += -(-len(self.waiting[0].tokens) // size) * manager.geometry.num_groups
-        if manager.room() >= want:
-            return
-        surplus = lambda kv: int((kv.num_pages - (kv.policy.budget + kv.policy.period) // size).clip(0).sum())  # noqa: E731
-        coming = sum(surplus(kv) for kv in free_riders if kv.fold_from is not None)
-        for kv in sorted(waiting, key=lambda kv: kv.num_tokens, reverse=True):
-            if manager.room() + coming >= want or surplus(kv) <= 0:
-                return
-            manager.start_folding(kv)
-            coming += surplus(kv)
+    def _has_window_for(self, seq: Sequence) -> bool:
+        """Always, if windows are lent just in time; lent for life, no more requests that need one run than there are
+        (hybrid and constrained scheduling; Zipage, arXiv 2603.08743)."""
+        if self.config.kv_window_lending == "just-in-time" or not seq.policy.needs_window:
+            return True
+        return sum(s.policy.needs_window for s in self.running) < self.manager.geometry.window_slots
 
     # ---- results
 
@@ -344,6 +332,11 @@ class Scheduler:
                 self._finish_if_done(seq, new)
                 if logprob is not None:
                     seq.logprobs.append(logprob)
+            if chunk.slot in result.failed and seq.state is kv and not seq.finished:
+                seq.error = result.failed[chunk.slot]  # what later steps draw for it is dropped
+                self.finish(seq, FinishReason.ABORT)
+                if not drawn:
+                    touched.append(seq)
         return touched
 
     def _finish_if_done(self, seq: Sequence, new: int | None) -> None:

@@ -14,7 +14,7 @@ from pagefold.kv.manager import KVGeometry, KVManager
 from pagefold.kv.state import COLD, FoldPolicy
 
 VOCAB = 50
-POISON = -1
+POISON, JUNK = -1, 77
 
 
 def choose(rows: list[int], group: int, keep: int, sinks: int, protected_from: int) -> list[int]:
@@ -72,9 +72,16 @@ class SimRunner:
     """Executes plans; checks that windows hold the right queries and that no page of another is touched.
 
     unsound   where this token would be drawn, the logits are not finite
+    failing   steps whose jobs fail
     """
 
-    def __init__(self, geometry: KVGeometry, policies_by_scorer: dict[str, FoldPolicy], unsound: int | None = None):
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        policies_by_scorer: dict[str, FoldPolicy],
+        unsound: int | None = None,
+        failing: frozenset[int] = frozenset(),
+    ):
         self.geometry = geometry
         self.tiers = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_pages]
         self.host = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_host_pages]
@@ -85,6 +92,7 @@ class SimRunner:
         self.windows: dict[int, dict[int, int]] = {}
         self.policies = policies_by_scorer
         self.unsound = unsound
+        self.failing = failing
         self.drawn: dict[int, int] = {}  # by slot, the token drawn last
 
     def _where(self, slot: int, group: int, i: int) -> tuple[np.ndarray, tuple[int, int]]:
@@ -143,11 +151,15 @@ class SimRunner:
                     window[n - chunk.window_start] = row
             if chunk.num_logits:
                 ids.append(self._draw(row, chunk.slot, next(samples), chunk.start + chunk.num_tokens))
+        failed = {job.slot: "failed" for job in plan.jobs} if plan.step in self.failing else {}
         for job in plan.jobs:
-            self._fold(job, plan)
+            if failed:
+                self.tiers[job.dst_tier][job.dst_pages] = JUNK
+            else:
+                self._fold(job, plan)
         ranked = lambda token: TokenLogprobs((token,), (0.0,), (1,))  # noqa: E731
         prompts = {i: [ranked(t) for t in targets] for i, (targets, _) in plan.prompt_targets.items()}
-        return StepResult(plan.step, ids, [None] * len(ids), prompts)
+        return StepResult(plan.step, ids, [None] * len(ids), prompts, failed)
 
     def _draw(self, row: int, slot: int, spec: SampleSpec | None, position: int) -> int | None:
         if spec is None:

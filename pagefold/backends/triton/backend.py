@@ -288,7 +288,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 (sums, scores, *tables, jobs.num_src, jobs.first_page),
                 (base_2, SHARE, num_tiers * splits, max_src),
                 {"MEAN": across == "mean"},
-                1,
+                3,
             ),
         )
         for kernel, programs, tensors, numbers, options, stages in passes:

@@ -60,8 +60,8 @@ def decode_shape(v: DeviceCodec, head_dim: int) -> DecodeShape:
 
 def prefill_shape(v: DeviceCodec, head_dim: int) -> Shape:
     """Rows of one piece cost nothing to unpack and are waited for: a stage more. Those of many are short, and longer
-    tiles spread what is done once a tile."""
-    warps = 8 if head_dim >= 128 else 4
+    tiles spread what is done once a tile. Four warps for pieces of eight channels are beyond Triton 3.6."""
+    warps = 8 if head_dim >= 128 or v.num_pieces == 8 else 4
     return Shape(tile=128 if v.num_pieces >= 4 else 64, warps=warps, stages=3 if v.num_pieces == 1 else 2)
 
 
