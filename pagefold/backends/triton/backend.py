@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
+from pagefold.backends.torch_ops import plain_product
 from pagefold.backends.triton.ahead import starts_ahead
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
 from pagefold.backends.triton.compaction import TritonCompaction
-from pagefold.backends.triton.few_rows import MAX_TOKENS, product
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, warm_up
+from pagefold.backends.triton.one_token import MAX_TOKENS, held_product
 from pagefold.backends.triton.plan import (
     BatchPlan,
     DecodePart,
@@ -43,7 +44,6 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
 
     name = "triton"
     few_tokens = MAX_TOKENS
-    product = staticmethod(product)
 
     def __init__(self, decode: DecodeShape | None = None, prefill: Shape | None = None):
         if not HAS_TRITON:
@@ -124,6 +124,19 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         )
         plan.appended = (q, rotated)
         return q
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gate: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        held = held_product(x, weight, bias, norm, gate, add_to)
+        return plain_product(self, x, weight, bias, norm, gate, add_to) if held is None else held
 
     def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
         plan = self._plan(kv, fwd)

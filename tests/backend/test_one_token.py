@@ -1,4 +1,4 @@
-"""Products of a few tokens equal torch's, the kernel interpreted on the CPU.
+"""Products of one token equal torch's, the kernel interpreted on the CPU.
 
 The interpreter must be chosen before kernels are defined, so a plain run starts this file again in its own process.
 """
@@ -16,7 +16,8 @@ import torch
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.backends.torch_ops import TorchOps
-from pagefold.backends.triton.few_rows import HELD_TOKENS, MAX_TOKENS, product
+from pagefold.backends.triton.backend import TritonBackend
+from pagefold.backends.triton.one_token import HELD_LOADS, WIDTH, held_product
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -34,17 +35,23 @@ def test_in_the_interpreter():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
-@pytest.mark.parametrize("num_tokens", [1, HELD_TOKENS, HELD_TOKENS + 1, MAX_TOKENS])
-@pytest.mark.parametrize("n, k", [(24, 64), (19, 1500)])
+@pytest.mark.parametrize("n, k", [(24, 64), (19, 1500), (5, HELD_LOADS // 2 * WIDTH + 8)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_equal_those_of_torch(num_tokens, n, k, biased):
-    x, norm = torch.randn(num_tokens, k), (torch.rand(k), 1e-5)
+def test_products_equal_those_of_torch(n, k, biased):
+    x, norm = torch.randn(1, k), (torch.rand(k), 1e-5)
     for gate in (False, True):
         weight, bias = torch.randn(n * (1 + gate), k) / k**0.5, torch.randn(n * (1 + gate)) if biased else None
         for normed in (None, norm):
-            got = product(x, weight, bias, gate=gate, norm=normed)
+            got = TritonBackend().product(x, weight, bias, gate=gate, norm=normed)
             torch.testing.assert_close(got, TorchOps().product(x, weight, bias, gate=gate, norm=normed))
-    sums, weight, bias = torch.randn(num_tokens, n), torch.randn(n, k) / k**0.5, torch.randn(n) if biased else None
+    sums, weight, bias = torch.randn(1, n), torch.randn(n, k) / k**0.5, torch.randn(n) if biased else None
     want = TorchOps().product(x, weight, bias, add_to=sums.clone())
-    assert product(x, weight, bias, add_to=sums) is sums
+    assert TritonBackend().product(x, weight, bias, add_to=sums) is sums
     torch.testing.assert_close(sums, want)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+def test_a_row_too_long_to_be_held_is_left_to_the_library():
+    x, weight = torch.randn(1, HELD_LOADS * WIDTH + 1), torch.randn(3, HELD_LOADS * WIDTH + 1)
+    assert held_product(x, weight, None, None, False, None) is None
+    torch.testing.assert_close(TritonBackend().product(x, weight, None), x @ weight.T)

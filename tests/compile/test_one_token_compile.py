@@ -1,4 +1,4 @@
-"""Products of a few tokens compile for real devices on a machine that has none, within their limits."""
+"""Products of one token compile for real devices on a machine that has none, within their limits."""
 
 # ruff: noqa: E402 - what is imported depends on Triton being there and compiling
 
@@ -11,7 +11,8 @@ triton = pytest.importorskip("triton", reason="needs the package triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
 
-from pagefold.backends.triton import few_rows
+from pagefold.backends.triton import one_token
+from pagefold.backends.triton.backend import TritonBackend
 from tests.compile.test_compile import SHARED, Launch, Recorder
 from tests.compile.test_sampling_compile import machine_code
 
@@ -26,34 +27,26 @@ KINDS: dict[str, tuple[int, int, dict[str, Any]]] = {  # of Qwen3-4B: n, k and o
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_tokens", [1, few_rows.HELD_TOKENS, few_rows.HELD_TOKENS + 1, few_rows.MAX_TOKENS])
-def test_products_keep_many_bytes_in_flight(monkeypatch, tmp_path, num_tokens, kind, capability):
-    """By wide loads, or copies to shared memory, of programs of which several fit on a multiprocessor."""
+def test_products_keep_many_bytes_in_flight(monkeypatch, tmp_path, kind, capability):
+    """By wide loads of programs of which several fit on a multiprocessor."""
     found: list[Launch] = []
-    for name in ("held_rows", "streamed_rows"):
-        monkeypatch.setattr(few_rows, name, Recorder(getattr(few_rows, name), found))
+    monkeypatch.setattr(one_token, "held_rows", Recorder(one_token.held_rows, found))
     n, k, options = KINDS[kind]
     options = dict(options)
-    x = torch.zeros(num_tokens, k, dtype=torch.bfloat16)
+    x = torch.zeros(1, k, dtype=torch.bfloat16)
     if "norm" in options:
         options["norm"] = torch.zeros(k), 1e-6
     if "add_to" in options:
-        options["add_to"] = torch.zeros(num_tokens, n, dtype=torch.bfloat16)
+        options["add_to"] = torch.zeros(1, n, dtype=torch.bfloat16)
     weight = torch.empty(n * (1 + options.get("gate", False)), k, dtype=torch.bfloat16)
-    few_rows.product(x, weight, None, **options)
+    TritonBackend().product(x, weight, None, **options)
     (launch,) = found
     launch.args["AHEAD"] = capability >= 90
     compiled = launch.compile(capability)
     ops, registers = machine_code(compiled.asm["cubin"], tmp_path)
     assert sum(op.startswith("LDL") for op in ops) <= 2  # once a program, if at all
     programs = min(65536 // (registers * 128), SHARED[capability] // max(1, compiled.metadata.shared))
-    if launch.kernel.__name__ == "held_rows":
-        loads = sum(op.startswith("LDG") and "128" in op for op in ops)
-        before = next((i for i, op in enumerate(ops) if op == "ACQBULK"), len(ops))
-        early = sum(op.startswith("LDG") and "128" in op for op in ops[:before])
-        assert loads * 2048 * programs >= 64 << 10 and (capability < 90 or early >= loads // 3)
-    else:
-        assert any(op.startswith("HMMA") for op in ops)
-        assert sum(op.startswith("LDGSTS") and "128" in op for op in ops) >= 4
-        tiles = (launch.args["STAGES"] - 2) * (1 + launch.args["GATE"])
-        assert tiles * 8192 * programs >= (64 if capability >= 90 else 24) << 10
+    loads = sum(op.startswith("LDG") and "128" in op for op in ops)
+    before = next((i for i, op in enumerate(ops) if op == "ACQBULK"), len(ops))
+    early = sum(op.startswith("LDG") and "128" in op for op in ops[:before])
+    assert loads * 2048 * programs >= 64 << 10 and (capability < 90 or early >= loads // 3)
