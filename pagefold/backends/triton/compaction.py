@@ -290,7 +290,7 @@ class TritonCompaction:
             PIECE_COUNT=codecs[0].num_pieces if num_tiers == 1 else 1,
             **constants,
             num_warps=4,
-            num_stages=3,
+            num_stages=2,
         )
         return total.sub_(less * 2.0**-40)
 
