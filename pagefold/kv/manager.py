@@ -342,9 +342,11 @@ class KVManager:
     def keep(self, kv: KVState, tokens: list[int], salt: str) -> None:
         """The sequence has ended, and these are the tokens it stored: whoever goes on from them need not compute them.
 
-        Call it before `release`. Folds in flight are dropped by that; who resumes launches them anew. What was never
-        folded is the prefix cache's.
+        Call it before `release`. Folds in flight that the next token would have seen become visible; later ones are
+        dropped, as if they had not been launched. What was never folded is the prefix cache's.
         """
+        if kv.ticket and kv.ticket.commit_at <= len(tokens):
+            self.commit(kv)
         if kv.folded and kv.fixed <= len(tokens):
             self.trunks.keep(kv, tokens, salt)
 
