@@ -135,7 +135,7 @@ def run_one(
     warm = SamplingParams(temperature=0.0, max_tokens=2 * PAGE_SIZE, ignore_eos=True)
     serve(engine, [prompts[0][:1] * (budget + 1)], [warm], "warm-up")
     if engine.manager.prefix is not None:
-        engine.manager.prefix.clear()
+        engine.manager.forget_all()
     engine.scheduler.stats = stats = Stats()
     served = serve(engine, prompts, [sampling] * len(prompts))
     pool = engine.manager.pools[0]

@@ -225,8 +225,7 @@ def _sampling(workload: Workload) -> list[SamplingParams]:
 def _serve_apart(engine: Engine, workload: Workload, salt: str) -> Served:
     """Serve something else than the work; the prefix cache remembers nothing of it."""
     served = serve(engine, workload.prompts, _sampling(workload), salt)
-    if engine.manager.prefix is not None:
-        engine.manager.prefix.clear()
+    engine.manager.forget_all()
     return served
 
 

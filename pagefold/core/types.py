@@ -36,6 +36,12 @@ def _is_real(value: object) -> bool:
         return False
 
 
+def check_ratio(value: object) -> None:
+    """Raise InputError if this is no `kv_budget_ratio`."""
+    ok = value is None or (_is_real(value) and 0 < value <= 1)  # type: ignore[operator]
+    _check(ok, "kv_budget_ratio", value, "a number in (0, 1]")
+
+
 def _as_tuple(field: str, value: object, limit: str) -> tuple:
     if value is None:
         return ()
@@ -69,7 +75,10 @@ class SamplingParams:
     bad_words             strings that are never produced
     kv_eviction           scorer spec or "none"; None takes the engine's
     kv_budget             rows kept per head after a compaction; None takes the engine's
+    kv_budget_ratio       the same as a share of the prompt's tokens, in (0, 1], instead of `kv_budget`
     kv_evict_when         "always" or "pressure"; None takes the engine's
+    kv_keep_turns         resume from what an earlier, folded request left of this prompt's beginning, and leave the
+                          like for later ones; None takes the engine's
     """
 
     n: int = 1
@@ -96,7 +105,9 @@ class SamplingParams:
     detokenize: bool = True
     kv_eviction: str | None = None
     kv_budget: int | None = None
+    kv_budget_ratio: float | None = None
     kv_evict_when: str | None = None
+    kv_keep_turns: bool | None = None
 
     MAX_N = 1024
     MAX_LOGPROBS = 128
@@ -170,6 +181,13 @@ class SamplingParams:
             _check(isinstance(self.kv_eviction, str), "kv_eviction", self.kv_eviction, "a scorer spec or 'none'")
         if self.kv_budget is not None:
             _check(_is_int(self.kv_budget) and self.kv_budget > 0, "kv_budget", self.kv_budget, "an integer > 0")
+        check_ratio(self.kv_budget_ratio)
+        if self.kv_budget is not None and self.kv_budget_ratio is not None:
+            raise InputError(
+                "kv_budget_ratio", f"got {self.kv_budget_ratio}, and kv_budget={self.kv_budget}: one of them"
+            )
+        keep = self.kv_keep_turns
+        _check(keep is None or isinstance(keep, bool), "kv_keep_turns", keep, "true or false")
         if self.kv_evict_when is not None:
             _check(
                 self.kv_evict_when in EVICT_WHEN, "kv_evict_when", self.kv_evict_when, f"one of {', '.join(EVICT_WHEN)}"
@@ -270,11 +288,19 @@ class Chunk(NamedTuple):
     window_start: int = 0
 
 
+class Move(Enum):
+    """From which store pages are copied to which."""
+
+    OUT = "device to host"
+    IN = "host to device"
+    WITHIN = "device to device"
+
+
 class SwapOp(NamedTuple):
-    """Copy pages between the device store of `tier` and host memory."""
+    """Copy pages between the device store of `tier` and its store in host memory, or within the device."""
 
     tier: int
-    to_host: bool
+    move: Move
     src_pages: np.ndarray
     dst_pages: np.ndarray
 

@@ -10,13 +10,15 @@ from pagefold.core.types import TokenLogprobs
 class KVUsage:
     """What became of a request's KV rows.
 
-    tokens        tokens stored
-    rows_kept     rows per head at the end (mean over heads)
-    rows_evicted  rows per head dropped on the way
-    compactions   times rows were evicted
-    bytes         bytes of the pages held at the end
-    peak_bytes    the most bytes of pages held
-    preemptions   times the request was preempted
+    tokens           tokens stored
+    rows_kept        rows per head at the end (mean over heads)
+    rows_evicted     rows per head dropped on the way
+    compactions      times rows were evicted
+    bytes            bytes of the pages held at the end
+    peak_bytes       the most bytes of pages held
+    preemptions      times the request was preempted
+    resumed_tokens   tokens of the prompt that were not computed, for an earlier request had left their folded rows;
+                     the rows that one evicted and the compactions it had are counted above
 
     With steps planned ahead, a request that ends by a stop id or string has had one step more than its tokens need, and
     what that step folded or opened counts.
@@ -29,6 +31,7 @@ class KVUsage:
     bytes: int = 0
     peak_bytes: int = 0
     preemptions: int = 0
+    resumed_tokens: int = 0
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagefold.core.config import SchedulerConfig
-from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult, SwapOp
+from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult
 from pagefold.engine.grammar import Matcher, fill_masks
 from pagefold.engine.pressure import Pressure
 from pagefold.engine.sequence import Sequence, Status
@@ -28,6 +28,7 @@ class Stats:
     peak_pages: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    resumed: int = 0
 
 
 class Scheduler:
@@ -55,7 +56,6 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the same order
         self.stats = Stats()
         self._in_flight: deque[list[_Planned]] = deque()  # steps planned, oldest first, whose results are to come
-        self._swaps: list[SwapOp] = []
         self._step = 0
         self._pressure = Pressure(manager)
 
@@ -71,9 +71,12 @@ class Scheduler:
             return
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-            self.manager.release(seq.kv)
             # what was computed beyond the last token, before it was known to be the last, does not count
-            seq.kv.num_tokens = min(seq.kv.num_tokens, len(seq.tokens) - bool(seq.output))
+            stored = min(seq.kv.num_tokens, len(seq.tokens) - bool(seq.output))
+            if seq.keeps_turn and reason is not FinishReason.ABORT:
+                self.manager.keep(seq.kv, seq.tokens[:stored], seq.request.cache_salt)
+            self.manager.release(seq.kv)
+            seq.kv.num_tokens = stored
         else:
             self.waiting.remove(seq)
             if seq.swapped:
@@ -110,14 +113,13 @@ class Scheduler:
         self.stats.peak_pages = max(self.stats.peak_pages, sum(pool.num_held for pool in self.manager.pools))
         self._in_flight.append(plan.chunks)
         self._step += 1
-        swaps, self._swaps = self._swaps, []
-        return plan.build(self._step, self.manager, swaps)
+        return plan.build(self._step, self.manager)
 
     def forget_steps(self) -> None:
         """The steps in flight failed. Their rows may be missing, so no page is known to hold what it should."""
         self._in_flight.clear()
-        if self.manager.prefix:
-            self.manager.prefix.clear()
+        self.manager.drain_copies()
+        self.manager.forget_all()
 
     def _plan_running(self, plan: "_PlanBuilder") -> bool:
         """Decodes first, then prefills, oldest first. False if pages were short, so that nobody may be admitted."""
@@ -218,9 +220,8 @@ class Scheduler:
 
     def can_preempt(self, seq: Sequence) -> bool:
         """Folded rows need a place in host memory, no window, and no further fold in flight."""
-        kv, pools = seq.kv, self.manager.host_pools
-        swappable = not kv.ticket and not kv.window_slot
-        return not kv.folded or (swappable and all(kv.held[t] <= pool.num_free for t, pool in enumerate(pools)))
+        kv = seq.kv
+        return not kv.folded or (not kv.ticket and not kv.window_slot and self.manager.fits_host(kv))
 
     def preempt(self, seq: Sequence, restart: bool = False) -> None:
         """Take a running sequence that `can_preempt` out of the batch, between steps.
@@ -239,8 +240,7 @@ class Scheduler:
             swapped = self.manager.swap_out(kv)
             assert swapped or not kv.folded, "a folded sequence can only be swapped"
         if swapped:
-            seq.swapped, ops = swapped
-            self._swaps.extend(ops)
+            seq.swapped = swapped
             seq.status = Status.SWAPPED
             self.stats.swaps += 1
         else:
@@ -265,20 +265,22 @@ class Scheduler:
             # each running sequence without a reservation should be able to open one more page
             margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
             if seq.swapped:
-                ops = manager.swap_in(seq.swapped, margin)
-                if ops is None and not self.running and seq.policy.under_pressure and not seq.kv.folded:
+                is_back = manager.swap_in(seq.swapped, margin)
+                if not is_back and not self.running and seq.policy.under_pressure and not seq.kv.folded:
                     manager.discard(seq.swapped)
                     seq.state, seq.swapped, seq.status = None, None, Status.WAITING
                     seq.policy = replace(seq.policy, under_pressure=False)
                     continue
-                if ops is None:
+                if not is_back:
                     return
-                self._swaps.extend(ops)
                 manager.discard(seq.swapped)
                 seq.state, seq.swapped = seq.swapped.kv, None
             else:
                 salt = None if seq.request.sampling.prompt_logprobs is not None else seq.request.cache_salt
-                seq.state = manager.admit(seq.policy, seq.tokens, seq.prompt_len, seq.last, salt, margin)
+                lengths = seq.prompt_len, seq.last
+                # what was computed must come out the same again; only what was resumed has nothing to go back to
+                resumes = seq.keeps_turn and (seq.dropped is None or seq.dropped.trunk is not None)
+                seq.state = manager.admit(seq.policy, seq.tokens, *lengths, salt, margin, resumes)
                 if seq.state is None and not self.running and seq.policy.under_pressure:
                     seq.policy = replace(seq.policy, under_pressure=False)
                     continue
@@ -288,6 +290,7 @@ class Scheduler:
                     seq.num_cached = seq.kv.num_cached
                     self.stats.prefix_queries += seq.prompt_len
                     self.stats.prefix_hits += seq.kv.num_cached
+                    self.stats.resumed += seq.kv.trunk is not None
             self.waiting.pop(0)
             seq.status = Status.RUNNING
             insort(self.running, seq, key=lambda s: s.order)
@@ -406,13 +409,13 @@ class _PlanBuilder:
         if k is not None and len(seq.prompt_logprobs) < seq.prompt_len - 1:
             self.prompt_targets[len(self.chunks)] = seq.tokens[start + 1 : min(end + 1, seq.prompt_len)], k
 
-    def build(self, step: int, manager: KVManager, swaps: list[SwapOp]) -> StepPlan:
+    def build(self, step: int, manager: KVManager) -> StepPlan:
         if self.constrained:
             fill_masks(self.constrained)
         return StepPlan(
             step=step,
             edits=manager.drain_edits(),
-            swaps=swaps,
+            swaps=manager.drain_copies(),
             chunks=[chunk for _, chunk, _ in self.chunks],
             tokens=np.array(self.tokens, np.int32),
             samples=self.samples,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagefold.backends.base import Backend, JobBatch, KVView
 from pagefold.backends.upload import upload
-from pagefold.core.types import Job, ScorePolicy, SwapOp, TableEdits
+from pagefold.core.types import Job, Move, ScorePolicy, SwapOp, TableEdits
 from pagefold.evict.scorer import SCORERS, ScoreContext
 from pagefold.evict.select import check_keep
 from pagefold.runner.fold_graphs import FoldGraphs
@@ -62,7 +62,7 @@ class _Running(NamedTuple):
 
     def meets(self, edits: TableEdits, swaps: list[SwapOp]) -> bool:
         """Whether a table is about to name what the jobs write, a swap to read it, or their slots to change hands."""
-        pages = np.concatenate([edits.pages[:, 3], *(op.src_pages for op in swaps if op.to_host)])
+        pages = np.concatenate([edits.pages[:, 3], *(op.src_pages for op in swaps if op.move is not Move.IN)])
         return bool(np.isin(pages, self.dst).any() or np.isin(edits.lengths[:, 0], self.slots).any())
 
 

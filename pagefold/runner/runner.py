@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagefold.backends.base import Backend, KVView
 from pagefold.backends.upload import upload
-from pagefold.core.types import SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
+from pagefold.core.types import Move, SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
 from pagefold.runner.compressor import Compressor
 from pagefold.runner.graphs import DecodeGraphs
 from pagefold.runner.inputs import batch_of, forward_inputs
@@ -163,6 +163,6 @@ class ModelRunner:
     def _swap(self, swaps: list[SwapOp]) -> None:
         for op in swaps:
             device, host = self.kv.tiers[op.tier], self.host[op.tier]
-            src, dst = (device, host) if op.to_host else (host, device)
+            src, dst = host if op.move is Move.IN else device, host if op.move is Move.OUT else device
             ids = [torch.from_numpy(np.asarray(pages, np.int64)) for pages in (op.src_pages, op.dst_pages)]
             self.backend.copy_pages(src, ids[0], dst, ids[1])

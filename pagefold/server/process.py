@@ -210,8 +210,7 @@ class EngineServer:
                 case "pool":
                     value = pool_map(self.engine)
                 case "reset_prefix_cache":
-                    if self.engine.manager.prefix:
-                        self.engine.manager.prefix.clear()
+                    self.engine.manager.forget_all()
                 case _:
                     raise ValueError(f"{what!r} is no question")
         except Exception as error:  # a question must not end the requests

@@ -11,8 +11,9 @@ from pagefold.core.config import EngineConfig
 from pagefold.core.types import Request, SamplingParams, StepPlan, StepResult
 from pagefold.engine.engine import Engine
 from pagefold.engine.policy import PolicyMaker
+from pagefold.kv.bounds import KVGeometry
 from pagefold.kv.layout import HeadLayout
-from pagefold.kv.manager import KVGeometry, KVManager
+from pagefold.kv.manager import KVManager
 
 RUNNING, STEPS, PAGE = 256, 96, 32
 

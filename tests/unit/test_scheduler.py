@@ -3,6 +3,7 @@
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import count
 
@@ -15,9 +16,11 @@ from pagefold.core.config import SchedulerConfig
 from pagefold.core.types import FinishReason, InputError, Request, StepPlan
 from pagefold.engine.scheduler import Scheduler
 from pagefold.engine.sequence import Sequence, Status
-from pagefold.kv.manager import KVGeometry, KVManager
-from pagefold.kv.state import COLD, HOT, FoldPolicy
-from tests.unit.kvsim import SimRunner, expected_output, fold_policy, greedy
+from pagefold.kv.bounds import KVGeometry, check_fits
+from pagefold.kv.manager import KVManager
+from pagefold.kv.state import COLD, HOT, FoldPolicy, KVState
+from pagefold.kv.trunks import Trunk
+from tests.unit.kvsim import Rows, SimRunner, expected_output, fold_policy, greedy, rows_at
 
 SIZE = 4
 
@@ -27,6 +30,7 @@ class World:
 
     ahead     plan a step before the one before it is executed, as the engine does with `plan_ahead`
     unsound   where this token would be drawn, the logits are not finite
+    kept      host pages that trunks may take
     """
 
     def __init__(
@@ -44,8 +48,10 @@ class World:
         ahead=False,
         unsound=None,
         failing=frozenset(),
+        kept=0,
     ):
-        geometry = KVGeometry((pages,) * tiers, (host,) * tiers, (1,) * tiers, groups, SIZE, seqs, windows)
+        sizes = (pages,) * tiers, (host + kept,) * tiers, (1,) * tiers
+        geometry = KVGeometry(*sizes, groups, SIZE, seqs, windows, (kept,) * tiers)
         self.manager = KVManager(geometry, prefix)
         self.scheduler = Scheduler(
             SchedulerConfig(seqs, max_tokens, kv_window_lending=lending, preemption=preemption), self.manager
@@ -55,14 +61,36 @@ class World:
         self.ahead = ahead
         self.in_flight: deque[tuple[StepPlan, list[np.ndarray]]] = deque()
         self.arrivals = count()
+        self.origins: dict[Trunk, KVState] = {}  # whose rows a trunk has
+        self.manager.trunks.keep = self._note_origin(self.manager.trunks.keep)
 
-    def add(self, prompt: list[int], policy: FoldPolicy, max_tokens: int, priority=0, stop=(), **options) -> Sequence:
-        self.manager.check_fits(policy, len(prompt), len(prompt) + max_tokens - 1)
+    def _note_origin(self, keep: Callable) -> Callable:
+        def noted(kv: KVState, tokens: list[int], salt: str) -> None:
+            before = set(self.manager.trunks)
+            keep(kv, tokens, salt)
+            self.origins |= dict.fromkeys(set(self.manager.trunks) - before, kv)
+
+        return noted
+
+    def start_of(self, seq: Sequence) -> Rows | None:
+        """The rows that a sequence resumed from, computed all over again from the turns that led to them."""
+        trunk = trunk_of(seq)
+        return self._rows_of(trunk) if trunk else None
+
+    def _rows_of(self, trunk: Trunk) -> Rows:
+        kv = self.origins[trunk]
+        start = self._rows_of(kv.trunk) if kv.trunk else None
+        return rows_at(list(trunk.tokens), kv.fixed, kv.policy, SIZE, kv.prompt_len, kv.last, start)
+
+    def add(
+        self, prompt: list[int], policy: FoldPolicy, max_tokens: int, priority=0, stop=(), keeps=False, **options
+    ) -> Sequence:
+        check_fits(self.manager.geometry, policy, len(prompt), len(prompt) + max_tokens - 1)
         if policy.scorer:
             self.policies[policy.scorer] = policy
         n = next(self.arrivals)
         request = Request(str(n), tuple(prompt), greedy(max_tokens, stop_token_ids=stop, **options), priority)
-        seq = Sequence(request, policy, n, 0, frozenset(stop), (), max_tokens)
+        seq = Sequence(request, policy, n, 0, frozenset(stop), (), max_tokens, keeps_turn=keeps)
         self.scheduler.add(seq)
         return seq
 
@@ -98,6 +126,12 @@ class World:
         assert not self.manager.live
 
 
+def trunk_of(seq: Sequence) -> Trunk | None:
+    """What a sequence that ended had resumed from."""
+    kv = seq.state or seq.dropped  # preempted while its last token was being drawn
+    return kv.trunk if kv else None
+
+
 def assert_totals(manager: KVManager) -> None:
     """What the ledger keeps up to date is what counting all over again gives."""
     ledger, live = manager.ledger, manager.live
@@ -118,8 +152,8 @@ def assert_totals(manager: KVManager) -> None:
         assert event is None or kv.quiet_until < event
 
 
-def assert_right(seq: Sequence, unsound: int | None = None) -> None:
-    whole = expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens)
+def assert_right(seq: Sequence, unsound: int | None = None, start: Rows | None = None) -> None:
+    whole = expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens, start)
     ends = [i for i, token in enumerate(whole) if token in seq.stop_ids or token == unsound]
     error = bool(ends) and whole[ends[0]] == unsound
     assert seq.output == (whole[: ends[0] + (not error)] if ends else whole)
