@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
+from pagefold.eval.answers_cli import add_answer_parsers
 from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
 
 COMMON = ("tokenizer", "dtype", "load_format", "seed", "backend", "page_size", "kv_format")
@@ -26,6 +27,7 @@ def add_parsers(subparsers: Any) -> None:
     evals = evals.add_subparsers(required=True, metavar="COMMAND")
     _add_perplexity(evals)
     _add_needle(evals)
+    add_answer_parsers(evals)
     _add_profile(subparsers)
 
 
