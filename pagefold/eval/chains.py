@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagefold.core.types import InputError
+from pagefold.eval.answers import Answer, Task
 
 PAD, BOS, EOS, EQUALS, SEMICOLON, PLUS, MINUS, TIMES, ASK, THINK = range(10)
 VALUES, NAMES, VOCAB = 16, 32, 256  # ids of the value 0, of the first variable, and how many ids there are
@@ -43,8 +44,11 @@ def split_answer(ids: Tensor) -> tuple[Tensor, Tensor]:
     return prompt, answer
 
 
-def draw_programs(num: int, lines: int, generator: torch.Generator) -> Tensor:
+def draw_programs(num: int, lines: int, generator: torch.Generator, plain: float = 0.0) -> Tensor:
     """Draw programs with their answers: int64[num, prompt_length + answer_length] ids, on the generator's device.
+
+    plain   share of programs in which all operands come from anywhere and none but the first line's are numbers: short
+            ones, where there is little to look up otherwise, teach more that way
 
     Everything random is drawn at once; only the values are computed line after line. Raises InputError for more lines
     than there are names.
@@ -52,7 +56,7 @@ def draw_programs(num: int, lines: int, generator: torch.Generator) -> Tensor:
     if not 1 <= lines <= MAX_LINES:
         raise InputError("lines", f"got {lines}, must be in [1, {MAX_LINES}]")
     device = generator.device
-    name, source, number, is_number, operator, asked = _draw_structure(num, lines, generator)
+    name, source, number, is_number, operator, asked = _draw_structure(num, lines, generator, plain)
     x = torch.arange(MODULUS, device=device)
     results = torch.stack([x[:, None] + x, x[:, None] - x, x[:, None] * x]).remainder(MODULUS).flatten()
     operand, value = torch.empty_like(number), torch.zeros(num, lines, dtype=torch.long, device=device)
@@ -76,7 +80,7 @@ def draw_programs(num: int, lines: int, generator: torch.Generator) -> Tensor:
     return ids
 
 
-def _draw_structure(num: int, lines: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+def _draw_structure(num: int, lines: int, generator: torch.Generator, plain: float) -> tuple[Tensor, ...]:
     """What is random in a program: names [num, lines]; for each operand [num, lines, 2] the line it comes from, a
     number, and whether it is that number; operators [num, lines], 0 to 2; the line that is asked for [num, 1]."""
     device = generator.device
@@ -90,9 +94,11 @@ def _draw_structure(num: int, lines: int, generator: torch.Generator) -> tuple[T
     hub = hubs.gather(1, integer(HUBS, num, lines * 2)).view(shape)
     hub = torch.where(hub < line, hub, recent)
     anywhere = (random(*shape) * line).long()
-    kind = random(*shape)
+    is_plain = random(num, 1, 1) < plain
+    kind = torch.where(is_plain, 1.0, random(*shape))
     source = torch.where(kind < RECENT, recent, torch.where(kind < RECENT + HUB, hub, anywhere))
-    share = torch.where(line > FIRST_LINES, CONSTANTS, torch.where(line > 0, FIRST_CONSTANTS, 1.0))
+    share = torch.where(line > FIRST_LINES, CONSTANTS, FIRST_CONSTANTS)
+    share = torch.where(line > 0, torch.where(is_plain, 0.0, share), 1.0)
     names = random(num, MAX_LINES).argsort(1)[:, :lines] + NAMES
     return (
         names,
@@ -108,3 +114,17 @@ def _fill(out: Tensor, *columns: Tensor | int) -> None:
     """Write one id, or a tensor of ids, into each column of the last dimension."""
     for i, column in enumerate(columns):
         out[..., i] = column
+
+
+def chains_task(num: int, lines: int, seed: int = 0) -> Task:
+    """`num` programs as problems. An answer passes if the value it ends with is right; it is marked `thought` if all
+    lines are right too. A quarter more tokens than the right answer needs are allowed for."""
+    programs = draw_programs(num, lines, torch.Generator().manual_seed(seed))
+    prompts, answers = (part.tolist() for part in split_answer(programs))
+
+    def check(index: int, answer: Answer) -> dict[str, bool]:
+        given, expected = list(answer.token_ids), answers[index]
+        return {"passed": given[-ANSWER_END:] == expected[-ANSWER_END:], "thought": given == expected}
+
+    settings = {"programs": num, "lines": lines, "programs_seed": seed}
+    return Task("chains", settings, [tuple(prompt) for prompt in prompts], answer_length(lines) * 5 // 4, check)

@@ -41,6 +41,7 @@ from pagefold.eval.train_options import TrainOptions
 COLUMNS = ("name", "=", "a", "op", "b", "=", "result", ";", "end")  # kinds of tokens of an answer
 PASS = 0.99  # accuracy of the weakest kind of a line's tokens at which lines are added
 GROWTH = 1.25
+PLAIN = 0.5  # share of the programs that look up more than the task's do
 SHORTER = 0.5  # share of the batches with fewer lines than the present number
 JUDGED = 20  # batches at the present length that are judged together
 DRAWN_AHEAD = 16  # batches drawn at once, for drawing takes some launches per line
@@ -177,7 +178,7 @@ class Programs:
         batch = next(self._drawn.get(lines, iter(())), None)
         if batch is None:
             size = max(1, round(self.tokens / (prompt_length(lines) + answer_length(lines))))
-            self._drawn[lines] = iter(draw_programs(size * DRAWN_AHEAD, lines, self.generator).split(size))
+            self._drawn[lines] = iter(draw_programs(size * DRAWN_AHEAD, lines, self.generator, PLAIN).split(size))
             batch = next(self._drawn[lines])
         return batch
 
