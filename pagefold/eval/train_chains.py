@@ -41,6 +41,7 @@ from pagefold.eval.train_options import TrainOptions
 COLUMNS = ("name", "=", "a", "op", "b", "=", "result", ";", "end")  # kinds of tokens of an answer
 PASS = 0.99  # accuracy of the weakest kind of a line's tokens at which lines are added
 GROWTH = 1.25
+GAIN, EMBEDDING = 0.7, 0.3  # initial scale of a product's output, and of the embedding
 PLAIN = 0.5  # share of the programs that look up more than the task's do
 SHORTER = 0.5  # share of the batches with fewer lines than the present number
 JUDGED = 20  # batches at the present length that are judged together
@@ -152,8 +153,9 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
             if p.ndim == 2:
+                std = EMBEDDING if "embed" in name else GAIN / math.sqrt(p.shape[1])
                 into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * o.layers) if into_residual else 0.02)
+                nn.init.normal_(p, std=std / math.sqrt(2 * o.layers) if into_residual else std)
 
     def forward(self, ids: Tensor, keep: int) -> Tensor:
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
