@@ -84,7 +84,7 @@ def load_model(config: EngineConfig) -> Loaded:
     tokenizer = None
     if config.model.tokenizer is not None:
         tokenizer = resolve(config.model.tokenizer).tokenizer()
-    elif config.model.load_format != "dummy" or source.has_tokenizer:
+    elif source.has_tokenizer:
         tokenizer = source.tokenizer()
     eos = tokenizer.eos_token_ids if tokenizer else spec.eos_token_ids
     return Loaded(decoder, spec, tokenizer, tuple(eos) or spec.eos_token_ids)

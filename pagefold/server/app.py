@@ -300,14 +300,14 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 
 
 def load_tokenizer(settings: ServerSettings, config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer that the engine uses, with the template of `settings`; None for a dummy model that has none."""
+    """The tokenizer that the engine uses, with the template of `settings`; None for a model that has none."""
     from pagefold.models.sources import resolve
 
     source = resolve(config.model.model)
     tokenizer = None
     if config.model.tokenizer is not None:
         tokenizer = resolve(config.model.tokenizer).tokenizer()
-    elif config.model.load_format != "dummy" or source.has_tokenizer:
+    elif source.has_tokenizer:
         tokenizer = source.tokenizer()
     if settings.chat_template is not None:
         if tokenizer is None:
