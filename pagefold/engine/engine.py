@@ -163,6 +163,7 @@ class Engine:
         sampling = seq.request.sampling
         new = seq.output[len(output.token_ids) :]
         output.token_ids.extend(new)
+        output.started = seq.started
         if choice.detokenizer:
             stopped = seq.finish_reason is FinishReason.STOP and new[-1] in seq.stop_ids  # not by a grammar's end
             hide = stopped and not sampling.include_stop_str_in_output

@@ -1,5 +1,6 @@
 """Runs the jobs of a step: score, select, move. Which rows survive stays on the device; the host never asks."""
 
+import time
 from collections import defaultdict, deque
 from typing import NamedTuple
 
@@ -87,20 +88,41 @@ class Compressor:
         self._pad = self._device.type == "cuda" if pad is None else pad
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
         self._running: deque[_Running] = deque()
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # begun and done, on a device
+        self._num_runs, self._seconds = 0, 0.0
 
     def run(self, jobs: list[Job], policies: list[ScorePolicy]) -> None:
         """All jobs of a step, after what was launched before. Raises InputError if a job cannot keep what it should."""
         if not jobs:
             return
-        if self._stream is None:
+        if self._device.type != "cuda":
+            start = time.perf_counter()
             self._run(jobs, policies)
+            self._count(time.perf_counter() - start)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):  # whose own memory pool all that is made here comes from
+        current = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            self._stream.wait_stream(current)
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream or current):  # all that is made here comes from its own memory pool
+            begun.record()
             self._run(jobs, policies)
-            done = torch.cuda.Event()
             done.record()
-        self._note(jobs, done)
+        self.spent()
+        self._timed.append((begun, done))
+        if self._stream is not None:
+            self._note(jobs, done)
+
+    def spent(self) -> tuple[int, float]:
+        """(steps whose jobs are done, seconds that these took): the device's own where there is one."""
+        while self._timed and self._timed[0][1].query():
+            begun, done = self._timed.popleft()
+            self._count(begun.elapsed_time(done) / 1e3)
+        return self._num_runs, self._seconds
+
+    def _count(self, seconds: float) -> None:
+        self._num_runs += 1
+        self._seconds += seconds
 
     def _note(self, jobs: list[Job], done: torch.cuda.Event) -> None:
         dst = np.concatenate([job.dst_pages for job in jobs])
