@@ -82,6 +82,8 @@ class Engine:
             raise InputError("request_id", f"{request.id!r} is already being served")
         sampling = request.sampling
         self._check_ids(request)
+        if sampling.structured_outputs is not None and grammar is None:
+            raise InputError("structured_outputs", "needs its grammar compiled; `LLM.submit` does that")
         policy = self.policies.policy(sampling)
         max_tokens = self._max_tokens(request, policy)
         bad_ids = self._bad_words(sampling.bad_words)

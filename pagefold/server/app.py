@@ -42,6 +42,7 @@ Handler = Callable[[Request, B], Awaitable[Any]]
 
 ASK_S = 5.0  # for an answer of the engine that nobody's tokens wait for
 BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, AbortBody)
+KEEP_ALIVE_S = 75  # of an idle connection; longer than clients keep theirs, so that none is closed as it is taken
 DEAD_S = 2.0  # that the server goes on after its engine, so that probes and clients are told
 
 
@@ -299,6 +300,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
     settings: ServerSettings = app.state.front.settings
     drain = math.ceil(settings.drain_timeout)
     options: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "server_header": False}
+    options["timeout_keep_alive"] = KEEP_ALIVE_S
     config = uvicorn.Config(app, timeout_graceful_shutdown=drain, root_path=settings.root_path, **options)
     return uvicorn.Server(config)
 
