@@ -317,7 +317,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _stream(llm: Any, request_id: str, messages: list[dict[str, str]], sampling: SamplingParams) -> tuple[str, Any]:
     """Print an answer as it comes; Ctrl-C ends it early. Returns its text and its KV usage."""
     tokens = llm.tokenizer.apply_chat_template(messages)
-    llm.engine.add(Request(request_id, tuple(tokens), sampling))
+    llm.submit(Request(request_id, tuple(tokens), sampling))
     text, usage = "", None
     try:
         while llm.engine.has_work:

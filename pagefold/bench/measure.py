@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from pagefold.bench.clock import CompactionClock
 from pagefold.bench.peers import Workload, peak_device_bytes
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import Request, SamplingParams
@@ -120,7 +119,8 @@ class EngineResult:
     tpot_s              median seconds per further token of a request
     step_s              median seconds of a step
     mean_running        requests running at once, averaged over time; `peak_running` is the most
-    folds               times that a request was folded, and `compaction_s` the seconds that it took (`CompactionClock`)
+    folds               times that a request was folded, and `compaction_s` the seconds that it took (`Compressor.spent`); on a
+                        stream of their own compactions take longer than they add to the steps beside them
     peak_rss_bytes      peak resident memory of the process (VmHWM), weights on a CPU included
     peak_device_bytes   most device memory that tensors had (torch.cuda.max_memory_allocated)
     kv_bytes            asked for KV pages; `kv_row_bytes` of them are rows that can be held
@@ -174,13 +174,12 @@ def measure(name: str, options: dict[str, Any], workload: Workload) -> EngineRes
     start = time.perf_counter()
     engine = build_engine(config)
     init_s = time.perf_counter() - start
-    clock = CompactionClock(engine)
     _warm_up(engine, workload)
     prefill_s = _serve_apart(engine, workload.prefill(), "prefill").wall_s if workload.prefill_apart else 0.0
     engine.scheduler.stats = stats = Stats()
-    clock.restart()
+    before_s = _compaction_seconds(engine)
     served = serve(engine, workload.prompts, _sampling(workload))
-    compaction_s = clock.seconds()
+    compaction_s = _compaction_seconds(engine) - before_s
     peak_rss_bytes, device_bytes = _peak_rss_bytes(), peak_device_bytes()
     paces = [
         (end - first) / (length - 1)
@@ -227,6 +226,13 @@ def _serve_apart(engine: Engine, workload: Workload, salt: str) -> Served:
     served = serve(engine, workload.prompts, _sampling(workload), salt)
     engine.manager.forget_all()
     return served
+
+
+def _compaction_seconds(engine: Engine) -> float:
+    """So far; waits for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return engine.runner.compressor.spent()[1]
 
 
 def _warm_up(engine: Engine, workload: Workload) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,6 +73,7 @@ class SamplingParams:
     logit_bias            {token id: added to its logit}
     allowed_token_ids     if given, no other id is ever drawn
     bad_words             strings that are never produced
+    structured_outputs    one of `STRUCTURED_OUTPUTS` and its value, such as {"regex": "[0-9]+"}: the form of the text
     kv_eviction           scorer spec or "none"; None takes the engine's
     kv_budget             rows kept per head after a compaction; None takes the engine's
     kv_budget_ratio       the same as a share of the prompt's tokens, in (0, 1], instead of `kv_budget`
@@ -103,6 +104,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: dict[str, Any] | None = None
     kv_eviction: str | None = None
     kv_budget: int | None = None
     kv_budget_ratio: float | None = None
@@ -177,6 +179,12 @@ class SamplingParams:
             _check(isinstance(text, str) and text != "", "bad_words", text, "a non-empty string")
         if self.stop and not self.detokenize:
             raise InputError("stop", "needs detokenize=True, for stop strings are looked for in the text")
+        if self.structured_outputs is not None:
+            known = isinstance(self.structured_outputs, dict) and set(self.structured_outputs) <= set(
+                STRUCTURED_OUTPUTS
+            )
+            limit = f"an object with one of {', '.join(STRUCTURED_OUTPUTS)}"
+            _check(known and len(self.structured_outputs) == 1, "structured_outputs", self.structured_outputs, limit)
         if self.kv_eviction is not None:
             _check(isinstance(self.kv_eviction, str), "kv_eviction", self.kv_eviction, "a scorer spec or 'none'")
         if self.kv_budget is not None:
@@ -198,6 +206,7 @@ class SamplingParams:
         return self.temperature < self.GREEDY_BELOW
 
 
+STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 EVICT_WHEN = ("always", "pressure")
 
 

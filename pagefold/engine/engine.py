@@ -84,6 +84,8 @@ class Engine:
             raise InputError("request_id", f"{request.id!r} is already being served")
         sampling = request.sampling
         self._check_ids(request)
+        if sampling.structured_outputs is not None and grammar is None:
+            raise InputError("structured_outputs", "needs its grammar compiled; `LLM.submit` does that")
         policy = self.policies.policy(sampling, len(request.prompt))
         keeps = self.config.keep_turns if sampling.kv_keep_turns is None else sampling.kv_keep_turns
         max_tokens = self._max_tokens(request, policy)
@@ -166,6 +168,7 @@ class Engine:
         sampling = seq.request.sampling
         new = seq.output[len(output.token_ids) :]
         output.token_ids.extend(new)
+        output.started = seq.started
         if choice.detokenizer:
             stopped = seq.finish_reason is FinishReason.STOP and new[-1] in seq.stop_ids  # not by a grammar's end
             hide = stopped and not sampling.include_stop_str_in_output

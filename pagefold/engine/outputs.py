@@ -38,6 +38,7 @@ class KVUsage:
 class CompletionOutput:
     """One continuation. `finish_reason` is None while it runs, else "stop", "length" or "abort".
 
+    started    when it first had a place in a step, by `time.perf_counter`
     count_kv   counts `kv` anew whenever it is asked for, as long as the request runs
     """
 
@@ -49,6 +50,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    started: float | None = None
     count_kv: Callable[[], KVUsage] | None = field(default=None, repr=False, compare=False)
     _kv: KVUsage = field(default_factory=KVUsage)
 

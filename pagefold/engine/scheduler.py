@@ -1,5 +1,6 @@
 """Who computes how many tokens in the next step. Integers only: this file sees `core` and `kv`, never a tensor."""
 
+import time
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ class Stats:
     """Counters since the start, and the peaks that benchmarks report."""
 
     steps: int = 0
+    tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
     tokens_lost: int = 0
@@ -109,6 +111,7 @@ class Scheduler:
         if not plan.chunks and self.running:
             raise RuntimeError("scheduler: no sequence can make progress; this is a bug")
         self.stats.steps += 1
+        self.stats.tokens += len(plan.tokens)
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         self.stats.peak_pages = max(self.stats.peak_pages, sum(pool.num_held for pool in self.manager.pools))
         self._in_flight.append(plan.chunks)
@@ -287,7 +290,7 @@ class Scheduler:
                 if seq.state is None:
                     return
                 if seq.num_cached is None:  # what a resumed request finds of its own is not a hit
-                    seq.num_cached = seq.kv.num_cached
+                    seq.num_cached, seq.started = seq.kv.num_cached, time.perf_counter()
                     self.stats.prefix_queries += seq.prompt_len
                     self.stats.prefix_hits += seq.kv.num_cached
                     self.stats.resumed += seq.kv.trunk is not None

@@ -34,6 +34,7 @@ class Sequence:
     state        its rows, while it runs; what became of them, once it is finished
     dropped      the rows it had before it was last preempted to be computed again
     num_cached   tokens taken from the prefix cache or a trunk when it first ran
+    started      when that was, by `time.perf_counter`
     error        why it was aborted, if it failed
     """
 
@@ -60,6 +61,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached: int | None = None
+    started: float | None = None
     num_preemptions: int = 0
     error: str | None = None
 

@@ -44,6 +44,8 @@ class KVManager:
         self.journal = TableJournal()
         self.ledger = Ledger()
         self.live: list[KVState] = []
+        self.pages_freed = 0  # by compactions so far: pages given back less those of the copies
+        self.pages_copied = 0  # of the pages they gave back, the ones that others, or the prefix cache, still need
         self._slots = list(range(geometry.max_seqs, 0, -1))  # slot 0 is the garbage room of padding
         self._windows = list(range(geometry.window_slots, 0, -1))
 
@@ -240,12 +242,14 @@ class KVManager:
         pages, index = kv.pages[groups, :end], np.arange(end)
         inside = index >= first[:, None]
         source = inside & (index < (first + num_src)[:, None])
+        self.pages_freed += int(shrink.sum())
         if kv.held[COLD]:
             was_cold = index < kv.cold[groups, None]
             self._give_back(kv, COLD, pages[source & was_cold])
-            self._give_back(kv, HOT, pages[source & ~was_cold])
-        else:
-            self._give_back(kv, HOT, pages[source])
+            source &= ~was_cold
+        hot, sources = self.pools[HOT], pages[source]
+        self.pages_copied += int(((hot.refs[sources] > 1) | hot.cached[sources]).sum())
+        self._give_back(kv, HOT, sources)
         tail = index >= (first + num_dst)[:, None]
         moved = pages[np.arange(len(groups))[:, None], np.minimum(index + tail * shrink[:, None], end - 1)]
         moved[inside & ~tail] = ticket.dst

@@ -1,5 +1,6 @@
 """Runs the jobs of a step: score, select, move. Which rows survive stays on the device; the host never asks."""
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -136,23 +137,44 @@ class Compressor:
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
         self._graphs = FoldGraphs(self._device) if graphs and self._device.type == "cuda" else None
         self._running: deque[_Running] = deque()
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # begun and done, on a device
+        self._num_runs, self._seconds = 0, 0.0
 
     def run(self, jobs: list[Job], policies: list[ScorePolicy]) -> None:
         """All jobs of a step, after what was launched before. Raises InputError if a job cannot keep what it should,
         and whatever a scorer raises; destinations may hold anything then."""
         if not jobs:
             return
-        if self._stream is None:
+        if self._device.type != "cuda":
+            start = time.perf_counter()
             self._run(jobs, policies)
+            self._count(time.perf_counter() - start)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        done = torch.cuda.Event()
-        with torch.cuda.stream(self._stream):  # whose own memory pool all that is made here comes from
+        current = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            self._stream.wait_stream(current)
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream or current):  # all that is made here comes from its own memory pool
+            begun.record()
             try:
                 self._run(jobs, policies)
             finally:  # if it failed, what was launched before still writes to the pages
                 done.record()
-                self._note(jobs, done)
+                if self._stream is not None:
+                    self._note(jobs, done)
+        self.spent()
+        self._timed.append((begun, done))
+
+    def spent(self) -> tuple[int, float]:
+        """(steps whose jobs are done, seconds that these took): the device's own where there is one."""
+        while self._timed and self._timed[0][1].query():
+            begun, done = self._timed.popleft()
+            self._count(begun.elapsed_time(done) / 1e3)
+        return self._num_runs, self._seconds
+
+    def _count(self, seconds: float) -> None:
+        self._num_runs += 1
+        self._seconds += seconds
 
     def _note(self, jobs: list[Job], done: torch.cuda.Event) -> None:
         dst = np.concatenate([job.dst_pages for job in jobs])
