@@ -119,8 +119,8 @@ class EngineResult:
     tpot_s              median seconds per further token of a request
     step_s              median seconds of a step
     mean_running        requests running at once, averaged over time; `peak_running` is the most
-    folds               times that a request was folded, and `compaction_s` the seconds that it took (`Compressor.spent`); on a
-                        stream of their own compactions take longer than they add to the steps beside them
+    folds               times that a request was folded
+    compaction_s        seconds that it took (`Compressor.spent`); more than it adds to steps that run beside it
     peak_rss_bytes      peak resident memory of the process (VmHWM), weights on a CPU included
     peak_device_bytes   most device memory that tensors had (torch.cuda.max_memory_allocated)
     kv_bytes            asked for KV pages; `kv_row_bytes` of them are rows that can be held
