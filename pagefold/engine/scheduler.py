@@ -102,6 +102,7 @@ class Scheduler:
                 self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
                 self.manager.commit(kv)
                 self.stats.folds += 1
+        self.manager.promise_early()
         self._pressure.relieve(self.running, self.waiting)
         plan = _PlanBuilder(self.config.tokens_per_step)
         if self._plan_running(plan):

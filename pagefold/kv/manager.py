@@ -11,6 +11,7 @@ from pagefold.kv.pool import PagePool
 from pagefold.kv.prefix import PrefixCache
 from pagefold.kv.state import COLD, HOT, FoldPolicy, Folds, KVState, tier_mask
 from pagefold.kv.table import TableJournal
+from pagefold.kv.timeline import fits_in_time
 from pagefold.kv.trunks import Trunk, Trunks
 
 
@@ -31,7 +32,8 @@ class KVManager:
       waits for pages to grow. The ledger knows what is still promised and not yet taken.
     * A compaction writes fresh pages before it gives the old ones back. Spare pages are kept for that; a
       sequence whose compaction finds none waits at that token.
-    * The others take what is left, and are preempted when nothing is.
+    * The others take what is left, and are preempted when nothing is. One that evicts, and whose peak is not to be had
+      yet, is among them if it will be by the time it needs it: it is *early*, until it can be promised its bound.
     """
 
     def __init__(self, geometry: KVGeometry, prefix_caching: bool = True):
@@ -44,6 +46,7 @@ class KVManager:
         self.journal = TableJournal()
         self.ledger = Ledger()
         self.live: list[KVState] = []
+        self.early: list[KVState] = []
         self.pages_freed = 0  # by compactions so far: pages given back less those of the copies
         self.pages_copied = 0  # of the pages they gave back, the ones that others, or the prefix cache, still need
         self._slots = list(range(geometry.max_seqs, 0, -1))  # slot 0 is the garbage room of padding
@@ -102,11 +105,18 @@ class KVManager:
                     return self._resume(kv, trunk)
             elif self.live:
                 return None  # alone it would fit, or else without a trunk
+        early = fresh.reserved and bool(self.early or not self._fits(fresh, tokens, margin, None))
+        if early:
+            if not self._fits_in_time(fresh):
+                return None
+            fresh.reserve, fresh.reserved = [0, 0], False
         if not self._fits(fresh, tokens, margin, None):
             return None
         hits, key = self._cached(fresh, tokens, salt)
         if not self._fits(fresh, tokens, margin, hits):
             return None
+        if early:
+            self.early.append(fresh)
         fresh.index_key = key
         if len(hits):
             self.pools[HOT].hold(hits.ravel(), fresh.reserved)
@@ -159,6 +169,21 @@ class KVManager:
         idle = int((pool.refs[pages] == 0).sum())
         fresh = max(0, need - len(pages))
         return self._unpromised(HOT, kv) - margin >= fresh + idle + pool.sharing_cost(pages)
+
+    def _fits_in_time(self, kv: KVState) -> bool:
+        """Whether a sequence whose prompt is shorter than its bound may begin before it is promised that."""
+        return self.num_tiers == 1 and kv.reserve == kv.bound and fits_in_time(kv, self.live, self._unpromised(HOT, kv))
+
+    def promise_early(self) -> None:
+        """Promise early sequences their bounds as soon as there is room for all: one alone would take what the others
+        grow into first."""
+        wanted = sum(max(0, kv.bound[HOT] - kv.held[HOT]) for kv in self.early if not kv.reserved)
+        if not self.early or self.room() < wanted or any(kv.ticket for kv in self.early):
+            return
+        for kv in self.early:
+            if not kv.reserved:
+                self._try_reserve(kv)
+        self.early = [kv for kv in self.early if not kv.reserved]
 
     def _unpromised(self, tier: int, kv: KVState) -> int:
         """Pages that may be given to a new sequence beside those that others, and folds with it among them, rely on."""
@@ -272,7 +297,7 @@ class KVManager:
             self._try_reserve(kv)
 
     def _try_reserve(self, kv: KVState) -> None:
-        """A request that began to evict under pressure is bounded from now on: promise it its bound, if possible."""
+        """A request that began to evict under pressure, or early, is bounded: promise it its bound, if possible."""
         for tier in range(self.num_tiers):
             own = kv.tier_pages(tier)
             shared = int((self.pools[tier].refs[own] > 1).sum())
@@ -332,6 +357,8 @@ class KVManager:
         kv.ticket, kv.window_slot = None, 0
         self._slots.append(kv.slot)
         self.live.remove(kv)
+        if kv in self.early:
+            self.early.remove(kv)
         self.ledger.leave(kv)
         self.journal.forget(kv)
 

@@ -316,6 +316,43 @@ def test_a_full_pool_of_folding_requests_is_never_preempted():
         assert_right(seq)
 
 
+def test_requests_begin_early_if_they_find_what_they_grow_into(monkeypatch):
+    """Others that end by then make room for them; so the work takes fewer steps, and nobody is preempted."""
+    steps = {}
+    for early in (True, False):
+        if not early:
+            monkeypatch.setattr("pagefold.kv.manager.fits_in_time", lambda *_: False)
+        world = World(pages=200, seqs=20, windows=4)
+        policy = fold_policy(SIZE, [20], period_pages=4)
+        seqs = [world.add([i] * 3, policy, 120 + 10 * (i * 7 % 10)) for i in range(12)]
+        began = 0
+        while world.step():
+            began += bool(world.manager.early)
+        world.assert_empty()
+        assert world.scheduler.stats.preemptions == 0
+        assert bool(began) == early
+        for seq in seqs:
+            assert_right(seq)
+        steps[early] = world.scheduler.stats.steps
+    assert steps[True] < 0.9 * steps[False]
+
+
+@given(st.data())
+def test_a_request_that_ends_sooner_or_waits_does_no_harm_to_early_ones(data):
+    """Stop tokens end some before their time, few windows keep some waiting: every answer is right, nothing leaks."""
+    world = World(pages=data.draw(st.integers(40, 70)), seqs=10, windows=data.draw(st.integers(1, 3)))
+    policy = fold_policy(SIZE, [data.draw(st.integers(4, 8))], lag=data.draw(st.integers(0, 1)))
+    seqs = []
+    for i in range(10):
+        stop = (data.draw(st.integers(0, 30)),) if data.draw(st.booleans()) else ()
+        seqs.append(world.add([i] * data.draw(st.integers(1, 9)), policy, data.draw(st.integers(1, 80)), stop=stop))
+        for _ in range(data.draw(st.integers(0, 6))):
+            world.step()
+    world.run()
+    for seq in seqs:
+        assert_right(seq)
+
+
 @pytest.mark.parametrize("lending", ["just-in-time", "for-life"])
 def test_windows_lent_for_life_bound_who_runs(lending):
     """Zipage invariant 20: constrained, nobody is preempted. Requests that need no window join all the same."""
