@@ -258,12 +258,19 @@ def _peak_rss_bytes() -> int:
 
 def run_engine(name: str, options: dict[str, Any], workload: Workload, threads: int) -> EngineResult:
     """`measure` in a fresh process with `threads` CPU threads. One that fails is a result with a note."""
+    work = {"name": name, "options": options, "workload": asdict(workload), "threads": threads}
+    fields: dict[str, Any] = {"name": name}
+    return EngineResult(**fields | run_apart("pagefold.bench.throughput", work, threads))
+
+
+def run_apart(module: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
+    """The answer of a module of ours run as a program, with files for the job and the answer, in a fresh process with
+    `threads` CPU threads; {"note": its last words} if it fails."""
     with tempfile.TemporaryDirectory(prefix="pagefold-bench-") as folder:
-        job, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
-        work = {"name": name, "options": options, "workload": asdict(workload), "threads": threads}
-        job.write_text(json.dumps(work))
+        job_file, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
+        job_file.write_text(json.dumps(job))
         done = subprocess.run(
-            [sys.executable, "-m", "pagefold.bench.throughput", str(job), str(answer)],
+            [sys.executable, "-m", module, str(job_file), str(answer)],
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -272,8 +279,8 @@ def run_engine(name: str, options: dict[str, Any], workload: Workload, threads: 
         )
         if not answer.exists():
             words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return EngineResult(name, note=words[-1])
-        return EngineResult(**json.loads(answer.read_text()))
+            return {"note": words[-1]}
+        return json.loads(answer.read_text())
 
 
 def _child(job_file: str, answer_file: str) -> None:
@@ -386,7 +393,7 @@ def report(case: Case, results: list[Result], threads: int) -> dict[str, Any]:
         "title": case.title,
         "dtype": case.dtype,
         "threads": threads,
-        "machine": {"processor": _processor(), "python": platform.python_version(), "torch": torch.__version__},
+        "machine": {"processor": processor(), "python": platform.python_version(), "torch": torch.__version__},
         "device": case.device,
         "workload": shape | {"temperature": case.workload.temperature},
         "peer_options": case.peer_options,
@@ -399,7 +406,7 @@ def report(case: Case, results: list[Result], threads: int) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +106,19 @@ class KVManager:
             folded = policy.budget[policy.budget + size < last]
             need[HOT if policy.cold_after is None else COLD] = int((folded // size).sum())
         return need
+
+    def fits_requests(self, policy: FoldPolicy, prompt_len: int, last: int) -> int:
+        """Sequences of this length that run together without a preemption or a wait for pages, if each comes when the
+        prompts of those before it are folded."""
+        peaks, settled = self.peak_pages(policy, prompt_len, last), self.peak_pages(policy, 0, last)
+        hot, cold = self._copy_pages(policy, last)
+
+        def too_many(count: int) -> bool:
+            spare = Ledger.spare_for(Counter({(policy.lag + 1, policy.period, hot, cold): count}))
+            needs = (peak + (count - 1) * each + kept for peak, each, kept in zip(peaks, settled, spare))
+            return any(need >= pool.num_pages for need, pool in zip(needs, self.pools))
+
+        return bisect_left(range(1, self.geometry.max_seqs + 1), True, key=too_many)
 
     def check_fits(self, policy: FoldPolicy, prompt_len: int, last: int) -> None:
         """Refuse a request that could never run, saying the largest that could.
