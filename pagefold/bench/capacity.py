@@ -132,9 +132,9 @@ def clone_prompt(engine: Engine, first: Running) -> None:
     insort(scheduler.running, seq, key=lambda other: other.order)
     num_pages = int(seq.kv.num_pages.max())
     src, dst = (torch.from_numpy(kv.pages[:, :num_pages].ravel()).long() for kv in (first.kv, seq.kv))
-    store = runner.kv.tiers[HOT]
     for some in torch.arange(len(src)).split(CLONED_PAGES):
-        runner.backend.copy_pages(store, src[some], store, dst[some])
+        for part in runner.kv.parts:
+            runner.backend.copy_pages(part.tiers[HOT], src[some], part.tiers[HOT], dst[some])
 
 
 @torch.inference_mode()

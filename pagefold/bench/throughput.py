@@ -222,7 +222,8 @@ def _row_bytes(engine: Engine) -> int:
     """Bytes of the rows that all tiers have room for: without padding's page and what scorers remember of rows."""
     return sum(
         (store.num_pages - 1) * store.num_columns * store.page_size * store.format.bytes_per_row(store.head_dim)
-        for store in engine.runner.kv.tiers
+        for part in engine.runner.kv.parts
+        for store in part.tiers
     )
 
 
