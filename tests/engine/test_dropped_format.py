@@ -82,5 +82,5 @@ def test_a_dropped_format_without_kernels_lists_those_that_have_some():
     pytest.importorskip("triton", reason="needs the package triton")
     from pagefold.backends.triton.plan import device_codec
 
-    with pytest.raises(ValueError, match="use one of bf16, fp16, fp32, fp8, int4, k4v2$"):
+    with pytest.raises(ValueError, match="use one of bf16, fp16, fp32, fp8, int4, int8, k4v2$"):
         device_codec(parse_format("fp64").k)
