@@ -21,7 +21,7 @@ from tests.backend.cases import (
 )
 
 STATE = {"score": Plane(torch.float32, 1), "pair": Plane(torch.float16, 2)}
-PAIRS = ["k=fp8,v=int4", "k=int4,v=bf16"]
+PAIRS = ["k=fp8,v=int4", "k=int4,v=fp16"]
 TIERS = [*((name, None) for name in [*FORMATS.names(), *PAIRS])]
 TIERS += [("bf16", "int4"), ("int4", "k4v2"), ("fp32", "k=fp8,v=int4")]
 BACKENDS = [name for name in registry.testable_backends() if name != "reference"]
