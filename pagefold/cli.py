@@ -318,7 +318,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _stream(llm: Any, request_id: str, messages: list[dict[str, str]], sampling: SamplingParams) -> tuple[str, Any]:
     """Print an answer as it comes; Ctrl-C ends it early. Returns its text and its KV usage."""
     tokens = llm.tokenizer.apply_chat_template(messages)
-    llm.engine.add(Request(request_id, tuple(tokens), sampling))
+    llm.submit(Request(request_id, tuple(tokens), sampling))
     text, usage = "", None
     try:
         while llm.engine.has_work:
@@ -363,6 +363,14 @@ def _add_throughput_flags(parser: _Parser) -> None:
     group.add_argument("--output-len", type=_parser_of(int), default=128, metavar="TOKENS")
     greedy = "of the draws; default: 0, greedy, and 0.6 for the workloads"
     group.add_argument("--temperature", type=_parser_of(float), metavar="X", help=greedy)
+    often = "ask each prompt N times, with as many fewer prompts: what they share is a prefix"
+    group.add_argument("--samples", type=_parser_of(int), default=1, metavar="N", help=often)
+    rows = group.add_mutually_exclusive_group()
+    parts = "a full cache, a folded one, and that with one part off at a time (prefix cache, redundancy, ...)"
+    rows.add_argument("--ablate", action="store_true", help=parts)
+    lengths = "a full cache and a folded one at each output length, such as 2048,4096,8192"
+    rows.add_argument("--sweep-output-len", metavar="TOKENS,...", help=lengths)
+    group.add_argument("--chart", metavar="FILE", help="picture of --ablate or --sweep-output-len")
     group.add_argument("--peer", action="append", default=[], choices=PEERS, help="may be repeated")
     python = "interpreter that has the peers, or PEER=PATH for one of them; default: this one"
     group.add_argument("--peer-python", action="append", default=[], metavar="PATH", help=python)
@@ -373,7 +381,7 @@ def _add_throughput_flags(parser: _Parser) -> None:
 
 
 def _throughput(args: argparse.Namespace) -> int:
-    from pagefold.bench import throughput, workloads
+    from pagefold.bench import ablate, sweep, throughput, workloads
     from pagefold.bench.peers import PeerHome
     from pagefold.models.sources import resolve
 
@@ -385,6 +393,10 @@ def _throughput(args: argparse.Namespace) -> int:
         raise InputError("users", "is for the workload long")
     if args.num_requests is not None and args.workload == "long":
         raise InputError("num_requests", "the workload long has --users instead")
+    if args.chart and not (args.ablate or args.sweep_output_len):
+        raise InputError("chart", "is of --ablate or --sweep-output-len")
+    if args.suite and (args.ablate or args.sweep_output_len or args.samples != 1):
+        raise InputError("suite", "is fixed: it goes with none of --ablate, --sweep-output-len, --samples")
     temperature = args.temperature or 0.0
     if args.suite:
         cases = workloads.suite_cases(options)
@@ -399,7 +411,18 @@ def _throughput(args: argparse.Namespace) -> int:
     else:
         num_requests = 8 if args.num_requests is None else args.num_requests
         cases = [workloads.random_case(options, num_requests, args.input_len, args.output_len, temperature)]
-    return 0 if throughput.run_throughput(cases, homes, args.threads, args.json) else 1
+    if args.samples != 1:
+        work = workloads.sampled_workload(cases[0].workload, args.samples)
+        cases = [dataclasses.replace(cases[0], workload=work)]
+    if args.ablate:
+        ablation = ablate.ablation_of(cases[0], options)
+        ok = ablate.run_ablation(ablation, homes, args.threads, args.json, args.chart)
+    elif args.sweep_output_len:
+        swept = sweep.sweep_cases(cases[0], sweep.parse_lengths(args.sweep_output_len))
+        ok = sweep.run_sweep(swept, homes, args.threads, args.json, args.chart)
+    else:
+        ok = throughput.run_throughput(cases, homes, args.threads, args.json)
+    return 0 if ok else 1
 
 
 def _by_peer(peers: Sequence[str], texts: Sequence[str]) -> dict[str, str | None]:

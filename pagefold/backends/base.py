@@ -151,6 +151,7 @@ class Backend(Protocol):
     """
 
     name: str
+    few_tokens: int  # batches of so many tokens are better served by `product` than by a library's products; 0: none
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         """Build what attention of up to max_tokens new tokens in sequences of up to max_model_len builds when it is
@@ -209,6 +210,24 @@ class Backend(Protocol):
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x += delta, in place; returns the norm of the sum."""
+        ...
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gate: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        """x[T, k] W^T + b for at most `few_tokens` tokens, weight [n, k]: [T, n].
+
+        norm     (weight, eps) of the RMS norm of x that is multiplied instead of x
+        gate     weight is [2 n, k], gate first; the result is silu(gate) * up
+        add_to   [T, n], which the product is added to in place and which is returned
+        """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The arithmetic between matrix products in plain torch: the truth that fused kernels are tested against."""
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -42,11 +44,46 @@ def turned_heads(
     return ready[0], ready[1], v
 
 
+class _Ops(Protocol):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+
+def plain_product(
+    ops: _Ops,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: tuple[Tensor, float] | None,
+    gate: bool,
+    add_to: Tensor | None,
+) -> Tensor:
+    """`Backend.product`, one operation after the other."""
+    out = torch.nn.functional.linear(ops.rms_norm(x, *norm) if norm else x, weight, bias)
+    out = ops.silu_mul(out) if gate else out
+    return out if add_to is None else add_to.add_(out)
+
+
 class TorchOps:
     """The layers' part of a backend, and nothing to warm up."""
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         pass
+
+    few_tokens = 0
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gate: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        return plain_product(self, x, weight, bias, norm, gate, add_to)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_normed(x, weight, eps).to(x.dtype)

@@ -18,8 +18,8 @@ import torch
 
 from pagefold.bench.capacity_work import Growth
 from pagefold.bench.growth import WARM_OUTPUT, WARM_PROMPT, WARM_STEPS, chosen_counts, grow, prompt_of
+from pagefold.bench.measure import run_apart
 from pagefold.bench.peers import PeerHome, peak_device_bytes, run_growth
-from pagefold.bench.throughput import run_apart
 from pagefold.bench.workloads import NAMED_TEMPERATURE
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
@@ -27,6 +27,7 @@ from pagefold.engine.build import build_engine
 from pagefold.engine.engine import Engine
 from pagefold.engine.sequence import Sequence as Running
 from pagefold.engine.sequence import Status
+from pagefold.kv.bounds import fits_requests
 from pagefold.kv.state import HOT
 
 CLONED_PAGES = 64  # copied at a time
@@ -86,7 +87,7 @@ class Crowd:
     @property
     def capacity(self) -> int:
         growth, engine = self._growth, self._engine
-        return engine.manager.fits_requests(engine.policies.default, growth.prompt_len, growth.context - 1)
+        return fits_requests(engine.manager.geometry, engine.policies.default, growth.prompt_len, growth.context - 1)
 
     def warm_up(self) -> None:
         """Whatever is compiled or allocated at its first use."""

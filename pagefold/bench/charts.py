@@ -1,9 +1,10 @@
-"""Charts of what engines held while they ran."""
+"""Charts of what engines did and held."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from pagefold.bench.throughput import Sample
+from pagefold.bench.measure import Sample
 
 COLORS = ("#4d4d4d", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # told apart by colour-blind readers too
 
@@ -17,11 +18,7 @@ def timeline_chart(
     num_pages   {run: pages in its pool}
     Needs matplotlib; raises ImportError without it.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     figure, (requests, pool) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6.5), layout="constrained")
     for (name, timeline), color in zip(timelines.items(), COLORS, strict=False):
         seconds = [0.0, *(sample.seconds for sample in timeline)]
@@ -43,3 +40,60 @@ def timeline_chart(
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def bar_chart(path: str | Path, title: str, what: str, bars: Mapping[str, float], notes: Sequence[str]) -> None:
+    """Write a picture of one bar for each name, the first on top.
+
+    what    what the bars measure
+    notes   what stands beside each of them
+    Needs matplotlib; raises ImportError without it.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.42 * len(bars)), layout="constrained")
+    drawn = axes.barh(list(bars), list(bars.values()), color=[COLORS[0], *[COLORS[1]] * (len(bars) - 1)])
+    axes.bar_label(drawn, labels=list(notes), padding=4)
+    axes.invert_yaxis()
+    axes.set_xlabel(what)
+    axes.set_xlim(0, 1.2 * max(bars.values(), default=1))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def lines_chart(
+    path: str | Path, title: str, along: str, panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
+) -> None:
+    """Write a picture of panels side by side over a logarithmic axis.
+
+    along    what that axis is
+    panels   {what is shown: {line: its points, of at least one}}
+    Needs matplotlib; raises ImportError without it.
+    """
+    pyplot = _pyplot()
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    for axes, (what, lines) in zip(all_axes, panels.items(), strict=True):
+        for (name, points), color in zip(lines.items(), COLORS, strict=False):
+            axes.plot(*zip(*points, strict=True), "o-", label=name, color=color, linewidth=1.6)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({at for points in lines.values() for at, _ in points})
+        axes.set_xticks(ticks, [f"{tick}" for tick in ticks])
+        axes.set_xlabel(along)
+        axes.set_ylabel(what)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0].legend(frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

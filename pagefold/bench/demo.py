@@ -21,8 +21,8 @@ from rich.panel import Panel
 from rich.table import Table
 
 from pagefold.bench.charts import timeline_chart
+from pagefold.bench.measure import Served, serve
 from pagefold.bench.prompts import COMPARED, PROMPTS
-from pagefold.bench.throughput import Served, serve
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import SamplingParams
 from pagefold.engine.build import Loaded, build_engine, load_model
@@ -61,15 +61,6 @@ class Run:
     @property
     def tok_s(self) -> float:
         return self.served.output_tokens / self.served.wall_s
-
-    @property
-    def mean_running(self) -> float:
-        """Requests running at once, averaged over time."""
-        total, before = 0.0, 0.0
-        for sample in self.served.timeline:
-            total += sample.running * (sample.seconds - before)
-            before = sample.seconds
-        return total / before
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,7 +135,7 @@ def run_one(
     warm = SamplingParams(temperature=0.0, max_tokens=2 * PAGE_SIZE, ignore_eos=True)
     serve(engine, [prompts[0][:1] * (budget + 1)], [warm], "warm-up")
     if engine.manager.prefix is not None:
-        engine.manager.prefix.clear()
+        engine.manager.forget_all()
     engine.scheduler.stats = stats = Stats()
     served = serve(engine, prompts, [sampling] * len(prompts))
     pool = engine.manager.pools[0]
@@ -185,7 +176,7 @@ def runs_table(runs: list[Run]) -> Table:
             f"{run.tok_s:.0f}",
             speed_up,
             f"{served.wall_s:.1f}",
-            f"{run.mean_running:.1f}",
+            f"{served.mean_running:.1f}",
             f"{stats.peak_running}",
             f"{stats.preemptions}",
             f"{stats.tokens_lost}",
@@ -223,7 +214,7 @@ def write_report(folder: Path, runs: list[Run], pool_bytes: int, prompts: list[s
                 "speed_up": run.tok_s / runs[0].tok_s if is_complete(run, runs[0]) else None,
                 "wall_s": run.served.wall_s,
                 "output_tokens": run.served.output_tokens,
-                "mean_running": run.mean_running,
+                "mean_running": run.served.mean_running,
                 "rows_kept": run.served.rows_kept,
                 "rows_seen": run.served.rows_seen,
                 "num_pages": run.num_pages,

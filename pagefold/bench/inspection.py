@@ -15,8 +15,8 @@ from pagefold.engine.build import (
 from pagefold.engine.parts import Part, build_parts, formats_of
 from pagefold.engine.policy import PolicyMaker
 from pagefold.evict.scorer import SCORERS
+from pagefold.kv.bounds import KVGeometry, peak_pages
 from pagefold.kv.layout import LAYOUTS, HeadLayout
-from pagefold.kv.manager import KVGeometry, KVManager
 from pagefold.kv.state import FoldPolicy
 from pagefold.models.sources import ModelSource, resolve
 from pagefold.models.spec import ModelSpec
@@ -86,7 +86,6 @@ def _page_facts(
 
 
 def _capacity_facts(config: EngineConfig, spec: ModelSpec, geometry: KVGeometry, policy: FoldPolicy) -> dict[str, str]:
-    manager = KVManager(geometry)
     context = config.model.max_model_len or spec.max_model_len
     facts = {
         f"{tier} pages": f"{pages - 1} ({(pages - 1) * page_bytes / 1e6:.1f} MB)"
@@ -94,7 +93,7 @@ def _capacity_facts(config: EngineConfig, spec: ModelSpec, geometry: KVGeometry,
     }
     hot_tokens = (geometry.num_pages[0] - 1) // geometry.num_groups * geometry.page_size
     facts["tokens, none evicted"] = f"{hot_tokens} in hot pages, over all requests"
-    peaks = manager.peak_pages(policy, 1, context)
+    peaks = peak_pages(policy, geometry.page_size, 1, context)
     at_once = min((pages - 1) // peak for pages, peak in zip(geometry.num_pages, peaks, strict=False) if peak)
     held = " and ".join(f"{peak} {tier}" for tier, peak in zip(TIERS, peaks, strict=True) if peak)
     facts[f"requests of {context}"] = f"{at_once} at once: each holds up to {held} pages after a short prompt"

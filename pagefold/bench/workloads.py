@@ -106,6 +106,15 @@ def _drawn(random: Random, num: int, prompt: Span, output: Span) -> tuple[list[l
     return prompts, [length(output) for _ in range(num)]
 
 
+def sampled_workload(work: Workload, samples: int) -> Workload:
+    """The same number of requests with fewer prompts, each asked `samples` times in a row, as benchmarks of reasoning
+    do; what they may share is then a prefix. InputError if there are fewer requests than that."""
+    if not 1 <= samples <= len(work.prompts):
+        raise InputError("samples", f"got {samples}, must be in [1, {len(work.prompts)}], the number of requests")
+    prompts = [work.prompts[i // samples] for i in range(len(work.prompts))]
+    return dataclasses.replace(work, prompts=prompts)
+
+
 def dataset_workload(path: str | Path, tokenizer: Tokenizer, output_len: int) -> Workload:
     """The requests of a JSONL file, with their `max_tokens` or else `output_len` output tokens; all must be sound."""
     prompts, lengths = [], []

@@ -9,12 +9,13 @@ import math
 import typing
 from dataclasses import dataclass, field
 
-from pagefold.core.types import EVICT_WHEN, InputError
+from pagefold.core.types import EVICT_WHEN, InputError, check_ratio
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 BACKENDS = ("auto", "cpu", "reference", "triton")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("recompute", "swap")
+LENDING = ("just-in-time", "for-life")
 
 
 def _option(default: object, text: str, choices: tuple[str, ...] | None = None) -> typing.Any:
@@ -57,14 +58,19 @@ class CacheConfig:
     num_pages: int | None = _option(None, "pages of the hot tier, instead of a size in bytes")
     enable_prefix_caching: bool = _option(True, "reuse the pages of prompts that begin alike")
     kv_swap_bytes: int = _option(1 << 30, "host memory for preempted requests, in bytes")
+    kv_keep_turns: bool | None = _option(
+        None, "keep what a folded request leaves, for requests that go on from it; default: with prefix caching"
+    )
+    kv_keep_bytes: int = _option(0, "host memory for what was kept and the pool has no room for, in bytes")
 
 
 @dataclass(frozen=True)
 class EvictionConfig:
-    """Which rows are dropped, and when. `kv_eviction`, `kv_budget` and `kv_evict_when` can be set per request."""
+    """Which rows are dropped, and when. `kv_eviction`, the budget and `kv_evict_when` can be set per request."""
 
     kv_eviction: str = _option("none", "scorer spec, e.g. 'zipage' or 'snapkv:kernel=5'; 'none' keeps every row")
     kv_budget: int = _option(1024, "rows kept per head after a compaction")
+    kv_budget_ratio: float | None = _option(None, "instead: rows kept per head as a share of the request's prompt")
     kv_buffer: int | None = _option(None, "tokens between compactions; default: one page")
     kv_window: int = _option(16, "recent rows that are always kept; their queries score the others")
     kv_sink_tokens: int = _option(4, "first rows that are always kept")
@@ -80,6 +86,7 @@ class SchedulerConfig:
     max_num_seqs: int = _option(256, "requests running at once")
     max_num_batched_tokens: int | None = _option(None, "tokens computed in one step; default: 2048, on a GPU 8192")
     kv_window_slots: int | None = _option(None, "query windows to lend; default: as many as are needed")
+    kv_window_lending: str = _option("just-in-time", "how long a request has its query window", LENDING)
     preemption: str = _option("recompute", "how requests that evicted nothing are preempted", PREEMPTIONS)
     plan_ahead: bool | None = _option(None, "launch a step before the last one's tokens are read; default: on a GPU")
 
@@ -113,6 +120,7 @@ class EngineConfig:
             ("kv_cache_memory_bytes", cache.kv_cache_memory_bytes, 1),
             ("num_pages", cache.num_pages, 2),
             ("kv_swap_bytes", cache.kv_swap_bytes, 0),
+            ("kv_keep_bytes", cache.kv_keep_bytes, 0),
             ("kv_budget", evict.kv_budget, 1),
             ("kv_buffer", evict.kv_buffer, 1),
             ("kv_window", evict.kv_window, 1),
@@ -126,6 +134,11 @@ class EngineConfig:
             _at_least(name, value, low)
         if cache.kv_skip_format != "auto" and cache.kv_format_skip_layers is None:
             raise InputError("kv_skip_format", f"got {cache.kv_skip_format!r} and no kv_format_skip_layers")
+        check_ratio(evict.kv_budget_ratio)
+        if cache.kv_keep_turns not in (None, True, False):
+            raise InputError("kv_keep_turns", f"got {cache.kv_keep_turns!r}, must be true or false")
+        if cache.kv_keep_bytes and not self.keep_turns:
+            raise InputError("kv_keep_bytes", f"got {cache.kv_keep_bytes}, and kv_keep_turns is off")
         if sched.plan_ahead not in (None, True, False):
             raise InputError("plan_ahead", f"got {sched.plan_ahead!r}, must be true or false")
         if not 0 < cache.kv_cold_share < 1:
@@ -161,6 +174,12 @@ class EngineConfig:
                 raise InputError("kv_format_skip_layers", f"got {text!r}, {limit}")
             found.add(layer % num_layers)
         return sorted(found)
+
+    @property
+    def keep_turns(self) -> bool:
+        """Folded requests leave a trunk, unless they say otherwise."""
+        keep = self.cache.kv_keep_turns
+        return self.cache.enable_prefix_caching if keep is None else keep
 
     @property
     def period(self) -> int:

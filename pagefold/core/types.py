@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,12 @@ def _is_real(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an int beyond every float
         return False
+
+
+def check_ratio(value: object) -> None:
+    """Raise InputError if this is no `kv_budget_ratio`."""
+    ok = value is None or (_is_real(value) and 0 < value <= 1)  # type: ignore[operator]
+    _check(ok, "kv_budget_ratio", value, "a number in (0, 1]")
 
 
 def _as_tuple(field: str, value: object, limit: str) -> tuple:
@@ -67,9 +73,13 @@ class SamplingParams:
     logit_bias            {token id: added to its logit}
     allowed_token_ids     if given, no other id is ever drawn
     bad_words             strings that are never produced
+    structured_outputs    one of `STRUCTURED_OUTPUTS` and its value, such as {"regex": "[0-9]+"}: the form of the text
     kv_eviction           scorer spec or "none"; None takes the engine's
     kv_budget             rows kept per head after a compaction; None takes the engine's
+    kv_budget_ratio       the same as a share of the prompt's tokens, in (0, 1], instead of `kv_budget`
     kv_evict_when         "always" or "pressure"; None takes the engine's
+    kv_keep_turns         resume from what an earlier, folded request left of this prompt's beginning, and leave the
+                          like for later ones; None takes the engine's
     """
 
     n: int = 1
@@ -94,9 +104,12 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: dict[str, Any] | None = None
     kv_eviction: str | None = None
     kv_budget: int | None = None
+    kv_budget_ratio: float | None = None
     kv_evict_when: str | None = None
+    kv_keep_turns: bool | None = None
 
     MAX_N = 1024
     MAX_LOGPROBS = 128
@@ -166,10 +179,23 @@ class SamplingParams:
             _check(isinstance(text, str) and text != "", "bad_words", text, "a non-empty string")
         if self.stop and not self.detokenize:
             raise InputError("stop", "needs detokenize=True, for stop strings are looked for in the text")
+        if self.structured_outputs is not None:
+            known = isinstance(self.structured_outputs, dict) and set(self.structured_outputs) <= set(
+                STRUCTURED_OUTPUTS
+            )
+            limit = f"an object with one of {', '.join(STRUCTURED_OUTPUTS)}"
+            _check(known and len(self.structured_outputs) == 1, "structured_outputs", self.structured_outputs, limit)
         if self.kv_eviction is not None:
             _check(isinstance(self.kv_eviction, str), "kv_eviction", self.kv_eviction, "a scorer spec or 'none'")
         if self.kv_budget is not None:
             _check(_is_int(self.kv_budget) and self.kv_budget > 0, "kv_budget", self.kv_budget, "an integer > 0")
+        check_ratio(self.kv_budget_ratio)
+        if self.kv_budget is not None and self.kv_budget_ratio is not None:
+            raise InputError(
+                "kv_budget_ratio", f"got {self.kv_budget_ratio}, and kv_budget={self.kv_budget}: one of them"
+            )
+        keep = self.kv_keep_turns
+        _check(keep is None or isinstance(keep, bool), "kv_keep_turns", keep, "true or false")
         if self.kv_evict_when is not None:
             _check(
                 self.kv_evict_when in EVICT_WHEN, "kv_evict_when", self.kv_evict_when, f"one of {', '.join(EVICT_WHEN)}"
@@ -180,6 +206,7 @@ class SamplingParams:
         return self.temperature < self.GREEDY_BELOW
 
 
+STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 EVICT_WHEN = ("always", "pressure")
 
 
@@ -270,11 +297,19 @@ class Chunk(NamedTuple):
     window_start: int = 0
 
 
+class Move(Enum):
+    """From which store pages are copied to which."""
+
+    OUT = "device to host"
+    IN = "host to device"
+    WITHIN = "device to device"
+
+
 class SwapOp(NamedTuple):
-    """Copy pages between the device store of `tier` and host memory."""
+    """Copy pages between the device store of `tier` and its store in host memory, or within the device."""
 
     tier: int
-    to_host: bool
+    move: Move
     src_pages: np.ndarray
     dst_pages: np.ndarray
 
@@ -352,9 +387,11 @@ class StepResult:
     ids                one per entry of `StepPlan.samples`, None where no token was drawn
     logprobs           the same shape: the chosen token's, if it asked for them
     prompt_logprobs    one entry per target in `StepPlan.prompt_targets`
+    failed             {slot: what went wrong} of those whose jobs failed: their destination pages hold nothing
     """
 
     step: int
     ids: list[int | None]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
+    failed: dict[int, str] = field(default_factory=dict)

@@ -14,8 +14,9 @@ from pagefold.engine.engine import Engine
 from pagefold.engine.memory import describe, measure
 from pagefold.engine.parts import Part, build_parts, view_in_parts
 from pagefold.engine.policy import PolicyMaker
+from pagefold.kv.bounds import KVGeometry
 from pagefold.kv.layout import LAYOUTS, HeadLayout
-from pagefold.kv.manager import KVGeometry, KVManager
+from pagefold.kv.manager import KVManager
 from pagefold.models.decoder import Decoder
 from pagefold.models.sources import resolve
 from pagefold.models.spec import ModelSpec
@@ -82,7 +83,7 @@ def load_model(config: EngineConfig) -> Loaded:
     tokenizer = None
     if config.model.tokenizer is not None:
         tokenizer = resolve(config.model.tokenizer).tokenizer()
-    elif config.model.load_format != "dummy" or source.has_tokenizer:
+    elif source.has_tokenizer:
         tokenizer = source.tokenizer()
     eos = tokenizer.eos_token_ids if tokenizer else spec.eos_token_ids
     return Loaded(decoder, spec, tokenizer, tuple(eos) or spec.eos_token_ids)
@@ -191,12 +192,14 @@ def build_geometry(
         if min(pages) < 2:
             need = max(math.ceil(2 * size / share) for share, size in zip(shares, per_page, strict=True))
             raise InputError("kv_cache_memory_bytes", f"got {total}, two pages a tier take {need}")
-    host = tuple(
+    swapped = (
         min(p, cache.kv_swap_bytes // len(per_page) // size + 1) for p, size in zip(pages, per_page, strict=True)
     )
+    kept = tuple(cache.kv_keep_bytes // len(per_page) // size for size in per_page)
     return KVGeometry(
         num_pages=pages,
-        num_host_pages=host,
+        num_host_pages=tuple(map(sum, zip(swapped, kept, strict=True))),
+        num_trunk_pages=kept,
         bytes_per_page=per_page,
         num_groups=layout.num_groups,
         page_size=cache.page_size,

@@ -13,7 +13,9 @@ from pagefold.engine.outputs import CompletionOutput, KVUsage, RequestOutput
 from pagefold.engine.policy import PolicyMaker
 from pagefold.engine.scheduler import Scheduler
 from pagefold.engine.sequence import Sequence
+from pagefold.kv.bounds import check_fits, fits_tokens
 from pagefold.kv.manager import KVManager
+from pagefold.kv.state import FoldPolicy
 from pagefold.models.tokenizer import Tokenizer
 from pagefold.runner.runner import Launched, ModelRunner
 
@@ -82,7 +84,10 @@ class Engine:
             raise InputError("request_id", f"{request.id!r} is already being served")
         sampling = request.sampling
         self._check_ids(request)
-        policy = self.policies.policy(sampling)
+        if sampling.structured_outputs is not None and grammar is None:
+            raise InputError("structured_outputs", "needs its grammar compiled; `LLM.submit` does that")
+        policy = self.policies.policy(sampling, len(request.prompt))
+        keeps = self.config.keep_turns if sampling.kv_keep_turns is None else sampling.kv_keep_turns
         max_tokens = self._max_tokens(request, policy)
         bad_ids = self._bad_words(sampling.bad_words)
         stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
@@ -92,7 +97,7 @@ class Engine:
             child = request if sampling.n == 1 else replace(request, id=f"{request.id}#{i}")
             seed = self._seed(sampling.seed, i)
             matcher = grammar and grammar.copy()
-            seq = Sequence(child, policy, self._arrivals, seed, stop_ids, bad_ids, max_tokens, matcher)
+            seq = Sequence(child, policy, self._arrivals, seed, stop_ids, bad_ids, max_tokens, matcher, keeps)
             self._arrivals += 1
             text = None
             if sampling.detokenize and self.tokenizer is not None:
@@ -163,6 +168,7 @@ class Engine:
         sampling = seq.request.sampling
         new = seq.output[len(output.token_ids) :]
         output.token_ids.extend(new)
+        output.started = seq.started
         if choice.detokenizer:
             stopped = seq.finish_reason is FinishReason.STOP and new[-1] in seq.stop_ids  # not by a grammar's end
             hide = stopped and not sampling.include_stop_str_in_output
@@ -205,6 +211,7 @@ class Engine:
             bytes=sum(b * n for b, n in zip(size, kv.held, strict=False)),
             peak_bytes=sum(b * n for b, n in zip(size, kv.peak_held, strict=False)),
             preemptions=seq.num_preemptions,
+            resumed_tokens=kv.num_cached if kv.trunk is not None else 0,
         )
 
     # ---- what a request may ask for
@@ -232,7 +239,7 @@ class Engine:
         if (sampling.stop or sampling.bad_words) and self.tokenizer is None:
             raise InputError("stop" if sampling.stop else "bad_words", "needs a tokenizer, and this model has none")
 
-    def _max_tokens(self, request: Request, policy) -> int:
+    def _max_tokens(self, request: Request, policy: FoldPolicy) -> int:
         """Tokens to generate: what was asked for, within the context and the pool."""
         length, limit = len(request.prompt), self.max_model_len
         if length >= limit and request.sampling.max_tokens != 0 or length > limit:
@@ -244,10 +251,14 @@ class Engine:
         if max_tokens is None:
             max_tokens = room
             if not policy.evicts:
-                max_tokens = min(room, max(1, self.manager.fits_tokens(policy, length, limit) - length + 1))
+                max_tokens = min(room, max(1, self._longest(policy, length) - length + 1))
         max_tokens = min(max_tokens, room)
-        self.manager.check_fits(policy, length, length + max(max_tokens, 1) - 1)
+        check_fits(self.manager.geometry, policy, length, length + max(max_tokens, 1) - 1)
         return max_tokens
+
+    def _longest(self, policy: FoldPolicy, prompt_len: int) -> int:
+        size = self.manager.geometry.page_size
+        return fits_tokens(self.manager.pools, policy, size, prompt_len, self.max_model_len)
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word as it stands, and as it stands after a space: tokenisers spell the two differently."""

@@ -6,6 +6,7 @@ grammar.
 """
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pagefold.core.types import InputError, SampleSpec
+from pagefold.core.types import STRUCTURED_OUTPUTS, InputError, SampleSpec
 
 FIELDS = {
     "json_object": "response_format",
@@ -78,6 +79,29 @@ class Matcher:
         if not self._matcher.is_error():
             return None
         return f"the answer cannot be kept to its grammar: {_reason(self._matcher)}"
+
+
+def form_of(field: str, way: str, value: Any) -> tuple[str, str]:
+    """(kind, text) for `GrammarCompiler.submit` of one of `STRUCTURED_OUTPUTS` and its value.
+
+    json is a schema, as a dict or as its text; choice a list of texts; json_object true; the others are texts.
+    Raises InputError, naming `field`, for a value of another type.
+    """
+    if way not in STRUCTURED_OUTPUTS:
+        raise InputError(field, f"unknown; known: {', '.join(STRUCTURED_OUTPUTS)}")
+    match way, value:
+        case "json", dict() | str():
+            return "json_schema", value if isinstance(value, str) else json.dumps(value)
+        case "choice", []:
+            raise InputError(field, "is empty: there must be at least one choice")
+        case "choice", list() if all(isinstance(text, str) for text in value):
+            return "regex", "|".join(map(re.escape, value))
+        case "json_object", True:
+            return "json_object", ""
+        case (("regex" | "grammar" | "structural_tag"), str()):
+            return way, value
+    wanted = {"json": "a JSON schema", "choice": "a list of texts", "json_object": "true"}.get(way, "text")
+    raise InputError(field, f"got {value!r}, must be {wanted}")
 
 
 def fill_masks(rows: Sequence[tuple[Matcher, SampleSpec]]) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import count
 from numbers import Integral
 from operator import index
@@ -13,6 +14,7 @@ from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
 from pagefold.engine.build import build_engine
 from pagefold.engine.engine import Engine
+from pagefold.engine.grammar import GrammarCompiler, Matcher, form_of
 from pagefold.engine.outputs import RequestOutput
 
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -77,6 +79,34 @@ class LLM:
             prompts.append((None, self.tokenizer.apply_chat_template(talk, **template)))
         return self._run(prompts, sampling_params, use_tqdm)
 
+    def submit(self, request: Request, prompt_text: str | None = None) -> None:
+        """Queue a request for whoever steps `engine`, with the grammar that its `structured_outputs` ask for.
+
+        Raises InputError, naming the field, if it can never be served.
+        """
+        self.engine.add(request, prompt_text, self._matcher(request.sampling))
+
+    def _matcher(self, sampling: SamplingParams) -> Matcher | None:
+        if sampling.structured_outputs is None:
+            return None
+        ((way, value),) = sampling.structured_outputs.items()
+        field = f"structured_outputs.{way}"
+        kind, text = form_of(field, way, value)
+        try:
+            return self._compiler.submit(kind, text).result()
+        except InputError as error:
+            raise InputError(field, str(error).removeprefix(f"{error.field}: ")) from None
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        engine = self.engine
+        if engine.tokenizer is None or not engine.eos_token_ids:
+            raise InputError("structured_outputs", "needs a tokenizer, and this model has none")
+        try:
+            return GrammarCompiler(engine.tokenizer, engine.vocab_size, sorted(engine.eos_token_ids))
+        except ModuleNotFoundError as error:
+            raise InputError("structured_outputs", f"{error}; pip install 'pagefold[server]'") from None
+
     def _tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text = None
         if isinstance(prompt, dict):
@@ -109,7 +139,7 @@ class LLM:
         try:
             for (text, tokens), sampling in zip(prompts, each, strict=True):
                 request = Request(f"{next(self._ids)}", tuple(tokens), sampling)
-                self.engine.add(request, text)
+                self.submit(request, text)
                 ids.append(request.id)
             done = {output.request_id: output for output in self._steps(len(ids), use_tqdm)}
         except BaseException:

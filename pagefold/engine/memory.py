@@ -9,7 +9,7 @@ from pagefold.backends.base import Backend, KVView
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.parts import Part, formats_of
-from pagefold.kv.manager import KVGeometry
+from pagefold.kv.bounds import KVGeometry
 from pagefold.models.decoder import Decoder
 from pagefold.models.spec import ModelSpec
 from pagefold.runner.inputs import Batch, forward_inputs

@@ -10,13 +10,15 @@ from pagefold.core.types import TokenLogprobs
 class KVUsage:
     """What became of a request's KV rows.
 
-    tokens        tokens stored
-    rows_kept     rows per head at the end (mean over heads)
-    rows_evicted  rows per head dropped on the way
-    compactions   times rows were evicted
-    bytes         bytes of the pages held at the end
-    peak_bytes    the most bytes of pages held
-    preemptions   times the request was preempted
+    tokens           tokens stored
+    rows_kept        rows per head at the end (mean over heads)
+    rows_evicted     rows per head dropped on the way
+    compactions      times rows were evicted
+    bytes            bytes of the pages held at the end
+    peak_bytes       the most bytes of pages held
+    preemptions      times the request was preempted
+    resumed_tokens   tokens of the prompt that were not computed, for an earlier request had left their folded rows;
+                     the rows that one evicted and the compactions it had are counted above
 
     With steps planned ahead, a request that ends by a stop id or string has had one step more than its tokens need, and
     what that step folded or opened counts.
@@ -29,12 +31,14 @@ class KVUsage:
     bytes: int = 0
     peak_bytes: int = 0
     preemptions: int = 0
+    resumed_tokens: int = 0
 
 
 @dataclass
 class CompletionOutput:
     """One continuation. `finish_reason` is None while it runs, else "stop", "length" or "abort".
 
+    started    when it first had a place in a step, by `time.perf_counter`
     count_kv   counts `kv` anew whenever it is asked for, as long as the request runs
     """
 
@@ -46,6 +50,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    started: float | None = None
     count_kv: Callable[[], KVUsage] | None = field(default=None, repr=False, compare=False)
     _kv: KVUsage = field(default_factory=KVUsage)
 

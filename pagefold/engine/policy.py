@@ -1,5 +1,6 @@
 """From options to the fold policy of one request: engine defaults, what the request overrides, what the engine has."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -43,17 +44,25 @@ class PolicyMaker:
         self._cache: dict[tuple, FoldPolicy] = {}
         self.default = self.policy(SamplingParams())
 
-    def policy(self, sampling: SamplingParams) -> FoldPolicy:
-        """Raises InputError naming `kv_eviction` or `kv_budget` if the request asks for what cannot be had."""
+    def policy(self, sampling: SamplingParams, prompt_len: int = 0) -> FoldPolicy:
+        """Raises InputError naming `kv_eviction` or `kv_budget` if the request asks for what cannot be had.
+
+        A budget that is a share of the prompt is never less than what selection protects and a row.
+        """
         evict = self.config.eviction
         spec = evict.kv_eviction if sampling.kv_eviction is None else sampling.kv_eviction
         budget = evict.kv_budget if sampling.kv_budget is None else sampling.kv_budget
+        ratio = evict.kv_budget_ratio if sampling.kv_budget_ratio is None else sampling.kv_budget_ratio
         when = evict.kv_evict_when if sampling.kv_evict_when is None else sampling.kv_evict_when
-        key = (spec, budget, when)
+        ask = f"{spec}, {budget} rows, {when}"
+        if ratio is not None and sampling.kv_budget is None:
+            budget = max(math.ceil(ratio * prompt_len), evict.kv_window + evict.kv_sink_tokens + 1)
+            ask = f"{spec}, {ratio} of the prompt, {when}"
+        key = (spec, budget, when, ask)
         if key not in self._cache:
             if len(self._cache) == POLICIES_KEPT:
                 self._cache.clear()
-            self._cache[key] = self._make(spec, budget, when)
+            self._cache[key] = replace(self._make(spec, budget, when), ask=ask)
         return self._cache[key]
 
     def _make(self, spec: str, budget: int, when: str) -> FoldPolicy:

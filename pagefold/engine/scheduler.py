@@ -1,5 +1,6 @@
 """Who computes how many tokens in the next step. Integers only: this file sees `core` and `kv`, never a tensor."""
 
+import time
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, replace
@@ -7,8 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagefold.core.config import SchedulerConfig
-from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult, SwapOp
+from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult
 from pagefold.engine.grammar import Matcher, fill_masks
+from pagefold.engine.pressure import Pressure
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.kv.manager import KVManager
 from pagefold.kv.state import FoldPolicy, KVState
@@ -19,6 +21,7 @@ class Stats:
     """Counters since the start, and the peaks that benchmarks report."""
 
     steps: int = 0
+    tokens: int = 0
     preemptions: int = 0
     swaps: int = 0
     tokens_lost: int = 0
@@ -27,6 +30,7 @@ class Stats:
     peak_pages: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    resumed: int = 0
 
 
 class Scheduler:
@@ -54,13 +58,14 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the same order
         self.stats = Stats()
         self._in_flight: deque[list[_Planned]] = deque()  # steps planned, oldest first, whose results are to come
-        self._swaps: list[SwapOp] = []
         self._step = 0
+        self._pressure = Pressure(manager)
 
     # ---- requests come and go
 
     def add(self, seq: Sequence) -> None:
         insort(self.waiting, seq, key=lambda s: s.order)
+        self._pressure.meet(seq.policy)
 
     def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Take a sequence out at any moment: it ended, was aborted or failed."""
@@ -68,9 +73,12 @@ class Scheduler:
             return
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-            self.manager.release(seq.kv)
             # what was computed beyond the last token, before it was known to be the last, does not count
-            seq.kv.num_tokens = min(seq.kv.num_tokens, len(seq.tokens) - bool(seq.output))
+            stored = min(seq.kv.num_tokens, len(seq.tokens) - bool(seq.output))
+            if seq.keeps_turn and reason is not FinishReason.ABORT:
+                self.manager.keep(seq.kv, seq.tokens[:stored], seq.request.cache_salt)
+            self.manager.release(seq.kv)
+            seq.kv.num_tokens = stored
         else:
             self.waiting.remove(seq)
             if seq.swapped:
@@ -94,7 +102,7 @@ class Scheduler:
                 self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
                 self.manager.commit(kv)
                 self.stats.folds += 1
-        self._fold_under_pressure()
+        self._pressure.relieve(self.running, self.waiting)
         plan = _PlanBuilder(self.config.tokens_per_step)
         if self._plan_running(plan):
             self._admit(plan)
@@ -103,18 +111,18 @@ class Scheduler:
         if not plan.chunks and self.running:
             raise RuntimeError("scheduler: no sequence can make progress; this is a bug")
         self.stats.steps += 1
+        self.stats.tokens += len(plan.tokens)
         self.stats.peak_running = max(self.stats.peak_running, len(self.running))
         self.stats.peak_pages = max(self.stats.peak_pages, sum(pool.num_held for pool in self.manager.pools))
         self._in_flight.append(plan.chunks)
         self._step += 1
-        swaps, self._swaps = self._swaps, []
-        return plan.build(self._step, self.manager, swaps)
+        return plan.build(self._step, self.manager)
 
     def forget_steps(self) -> None:
         """The steps in flight failed. Their rows may be missing, so no page is known to hold what it should."""
         self._in_flight.clear()
-        if self.manager.prefix:
-            self.manager.prefix.clear()
+        self.manager.drain_copies()
+        self.manager.forget_all()
 
     def _plan_running(self, plan: "_PlanBuilder") -> bool:
         """Decodes first, then prefills, oldest first. False if pages were short, so that nobody may be admitted."""
@@ -215,9 +223,8 @@ class Scheduler:
 
     def can_preempt(self, seq: Sequence) -> bool:
         """Folded rows need a place in host memory, no window, and no further fold in flight."""
-        kv, pools = seq.kv, self.manager.host_pools
-        swappable = not kv.ticket and not kv.window_slot
-        return not kv.folded or (swappable and all(kv.held[t] <= pool.num_free for t, pool in enumerate(pools)))
+        kv = seq.kv
+        return not kv.folded or (not kv.ticket and not kv.window_slot and self.manager.fits_host(kv))
 
     def preempt(self, seq: Sequence, restart: bool = False) -> None:
         """Take a running sequence that `can_preempt` out of the batch, between steps.
@@ -236,8 +243,7 @@ class Scheduler:
             swapped = self.manager.swap_out(kv)
             assert swapped or not kv.folded, "a folded sequence can only be swapped"
         if swapped:
-            seq.swapped, ops = swapped
-            self._swaps.extend(ops)
+            seq.swapped = swapped
             seq.status = Status.SWAPPED
             self.stats.swaps += 1
         else:
@@ -257,60 +263,48 @@ class Scheduler:
         config, manager = self.config, self.manager
         while self.waiting and len(self.running) < config.max_num_seqs and plan.tokens_left:
             seq = self.waiting[0]
-            if seq.num_drawing:
+            if seq.num_drawing or not self._has_window_for(seq):
                 return
             # each running sequence without a reservation should be able to open one more page
             margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
             if seq.swapped:
-                ops = manager.swap_in(seq.swapped, margin)
-                if ops is None and not self.running and seq.policy.under_pressure and not seq.kv.folded:
+                is_back = manager.swap_in(seq.swapped, margin)
+                if not is_back and not self.running and seq.policy.under_pressure and not seq.kv.folded:
                     manager.discard(seq.swapped)
                     seq.state, seq.swapped, seq.status = None, None, Status.WAITING
                     seq.policy = replace(seq.policy, under_pressure=False)
                     continue
-                if ops is None:
+                if not is_back:
                     return
-                self._swaps.extend(ops)
                 manager.discard(seq.swapped)
                 seq.state, seq.swapped = seq.swapped.kv, None
             else:
                 salt = None if seq.request.sampling.prompt_logprobs is not None else seq.request.cache_salt
-                seq.state = manager.admit(seq.policy, seq.tokens, seq.prompt_len, seq.last, salt, margin)
+                lengths = seq.prompt_len, seq.last
+                # what was computed must come out the same again; only what was resumed has nothing to go back to
+                resumes = seq.keeps_turn and (seq.dropped is None or seq.dropped.trunk is not None)
+                seq.state = manager.admit(seq.policy, seq.tokens, *lengths, salt, margin, resumes)
                 if seq.state is None and not self.running and seq.policy.under_pressure:
                     seq.policy = replace(seq.policy, under_pressure=False)
                     continue
                 if seq.state is None:
                     return
                 if seq.num_cached is None:  # what a resumed request finds of its own is not a hit
-                    seq.num_cached = seq.kv.num_cached
+                    seq.num_cached, seq.started = seq.kv.num_cached, time.perf_counter()
                     self.stats.prefix_queries += seq.prompt_len
                     self.stats.prefix_hits += seq.kv.num_cached
+                    self.stats.resumed += seq.kv.trunk is not None
             self.waiting.pop(0)
             seq.status = Status.RUNNING
             insort(self.running, seq, key=lambda s: s.order)
             self._plan_chunk(seq, plan)
 
-    def _fold_under_pressure(self) -> None:
-        """Pages run short: ask the longest requests in pressure mode to fold, until what they will free is enough."""
-        manager = self.manager
-        free_riders = [s.kv for s in self.running if not s.kv.reserved]
-        waiting = [kv for kv in free_riders if kv.policy.under_pressure and kv.fold_from is None]
-        if not waiting:
-            return
-        size = manager.geometry.page_size
-        reach = max(-(-(kv.policy.window + kv.policy.period) // size) for kv in waiting)
-        want = sum(kv.num_groups for kv in free_riders) * reach
-        if self.waiting:
-            want += -(-len(self.waiting[0].tokens) // size) * manager.geometry.num_groups
-        if manager.room() >= want:
-            return
-        surplus = lambda kv: int((kv.num_pages - (kv.policy.budget + kv.policy.period) // size).clip(0).sum())  # noqa: E731
-        coming = sum(surplus(kv) for kv in free_riders if kv.fold_from is not None)
-        for kv in sorted(waiting, key=lambda kv: kv.num_tokens, reverse=True):
-            if manager.room() + coming >= want or surplus(kv) <= 0:
-                return
-            manager.start_folding(kv)
-            coming += surplus(kv)
+    def _has_window_for(self, seq: Sequence) -> bool:
+        """Always, if windows are lent just in time; lent for life, no more requests that need one run than there are
+        (hybrid and constrained scheduling; Zipage, arXiv 2603.08743)."""
+        if self.config.kv_window_lending == "just-in-time" or not seq.policy.needs_window:
+            return True
+        return sum(s.policy.needs_window for s in self.running) < self.manager.geometry.window_slots
 
     # ---- results
 
@@ -344,6 +338,11 @@ class Scheduler:
                 self._finish_if_done(seq, new)
                 if logprob is not None:
                     seq.logprobs.append(logprob)
+            if chunk.slot in result.failed and seq.state is kv and not seq.finished:
+                seq.error = result.failed[chunk.slot]  # what later steps draw for it is dropped
+                self.finish(seq, FinishReason.ABORT)
+                if not drawn:
+                    touched.append(seq)
         return touched
 
     def _finish_if_done(self, seq: Sequence, new: int | None) -> None:
@@ -413,13 +412,13 @@ class _PlanBuilder:
         if k is not None and len(seq.prompt_logprobs) < seq.prompt_len - 1:
             self.prompt_targets[len(self.chunks)] = seq.tokens[start + 1 : min(end + 1, seq.prompt_len)], k
 
-    def build(self, step: int, manager: KVManager, swaps: list[SwapOp]) -> StepPlan:
+    def build(self, step: int, manager: KVManager) -> StepPlan:
         if self.constrained:
             fill_masks(self.constrained)
         return StepPlan(
             step=step,
             edits=manager.drain_edits(),
-            swaps=swaps,
+            swaps=manager.drain_copies(),
             chunks=[chunk for _, chunk, _ in self.chunks],
             tokens=np.array(self.tokens, np.int32),
             samples=self.samples,

@@ -25,6 +25,7 @@ class Sequence:
     stop_ids     ids that end it (EOS ids unless ignored, and stop_token_ids)
     bad_ids      bad words as id sequences
     max_tokens   tokens to generate, within what the context and the pool allow
+    keeps_turn   it may resume from a trunk, and leaves one when it ends
     grammar      what its output must look like, advanced by every token of it
     prompt_len   tokens of the prompt
     last         number of tokens that are ever stored (the last one drawn is not)
@@ -32,7 +33,8 @@ class Sequence:
     num_drawing  tokens that steps in flight are drawing: they count, and can be computed, before their ids are known
     state        its rows, while it runs; what became of them, once it is finished
     dropped      the rows it had before it was last preempted to be computed again
-    num_cached   tokens taken from the prefix cache when it first ran
+    num_cached   tokens taken from the prefix cache or a trunk when it first ran
+    started      when that was, by `time.perf_counter`
     error        why it was aborted, if it failed
     """
 
@@ -44,6 +46,7 @@ class Sequence:
     bad_ids: tuple[tuple[int, ...], ...]
     max_tokens: int
     grammar: Matcher | None = None
+    keeps_turn: bool = False
     prompt_len: int = field(init=False)
     last: int = field(init=False)
     tokens: list[int] = field(init=False)
@@ -58,6 +61,7 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached: int | None = None
+    started: float | None = None
     num_preemptions: int = 0
     error: str | None = None
 

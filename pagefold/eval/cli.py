@@ -1,9 +1,7 @@
 """`pagefold eval perplexity`, `pagefold eval needle` and `pagefold profile`: flags in, tables out."""
 
 import argparse
-import re
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,8 @@ from rich.table import Table
 
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
+from pagefold.eval.answers_cli import add_answer_parsers
+from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed
 from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
 
 COMMON = ("tokenizer", "dtype", "load_format", "seed", "backend", "page_size", "kv_format")
@@ -27,39 +27,8 @@ def add_parsers(subparsers: Any) -> None:
     evals = evals.add_subparsers(required=True, metavar="COMMAND")
     _add_perplexity(evals)
     _add_needle(evals)
+    add_answer_parsers(evals)
     _add_profile(subparsers)
-
-
-def add_engine_flags(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
-    """The positional `model`, and a flag for each of some engine options; those not given stay out of the namespace."""
-    leaves = {leaf.name: leaf for leaf in EngineConfig.leaves()}
-    model = leaves["model"]
-    parser.add_argument("model", nargs="?", default=model.default, help=f"{model.metadata['help']} ({model.default})")
-    group = parser.add_argument_group("engine")
-    for leaf in (leaves[name] for name in names):
-        kinds = [kind for kind in typing.get_args(leaf.type) or (leaf.type,) if kind is not type(None)]
-        group.add_argument(
-            f"--{leaf.name.replace('_', '-')}",
-            type=typing.cast(Callable[[str], Any], kinds[0]),
-            choices=leaf.metadata["choices"],
-            default=argparse.SUPPRESS,
-            help=leaf.metadata["help"],
-        )
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given."""
-    names = {leaf.name for leaf in EngineConfig.leaves()}
-    return {name: value for name, value in vars(args).items() if name in names}
-
-
-def _listed(separator: str = ",") -> Callable[[str], list[str]]:
-    """A parser of lists."""
-    return lambda text: [part for part in re.split(separator, text) if part]
-
-
-FORMATS = _listed(",(?!v=)")  # "k=NAME,v=NAME" is one
-SCORERS = _listed(r",(?!\w+=)")  # "NAME:option=1,option=2" is one
 
 
 # ---- perplexity
@@ -74,7 +43,7 @@ def _add_perplexity(subparsers: Any) -> None:
     add("--window", type=int, default=2048, help="tokens read in one piece (default: %(default)s)")
     add("--formats", type=FORMATS, default="fp32,bf16,fp8,int4,k4v2", help="row formats (default: %(default)s)")
     add("--scorers", type=SCORERS, default="zipage,snapkv,recency,random", help="(default: %(default)s)")
-    add("--budgets", type=_listed(), default="1/2,1/4,1/8", help="kept shares of the window (default: %(default)s)")
+    add("--budgets", type=listed(), default="1/2,1/4,1/8", help="kept shares of the window (default: %(default)s)")
     add("--json", type=Path, help="results are kept in this file, and what is there already is not measured again")
     add("--chart", type=Path, help="draw perplexity and divergence (.png, .svg or .pdf)")
     parser.set_defaults(func=run_perplexity_command)
@@ -169,8 +138,8 @@ def _add_needle(subparsers: Any) -> None:
     add_engine_flags(parser, (*COMMON, *SKIP, *FOLDS, *LAYOUT, "kv_eviction", "kv_budget", "kv_prefill_buffer"))
     add = parser.add_argument
     add("--text", default=DEFAULT_TEXT, help="text to hide it in; default: the beginning of Persuasion")
-    add("--lengths", type=_listed(), default="1024,2048,4096", help="prompt lengths in tokens (default: %(default)s)")
-    add("--depths", type=_listed(), default="0.1,0.3,0.5,0.7,0.9", help="where it is put (default: %(default)s)")
+    add("--lengths", type=listed(), default="1024,2048,4096", help="prompt lengths in tokens (default: %(default)s)")
+    add("--depths", type=listed(), default="0.1,0.3,0.5,0.7,0.9", help="where it is put (default: %(default)s)")
     add("--trials", type=int, default=4, help="prompts per length and depth (default: %(default)s)")
     add("--share", help="rows kept, as a share of the length such as 1/4, instead of --kv-budget")
     parser.set_defaults(func=run_needle_command)

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from tqdm import tqdm
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.build import Loaded
+from pagefold.eval.statistics import bootstrap
 from pagefold.eval.teacher import Comparison, Teacher, compare
 from pagefold.eval.texts import cut_windows, parse_share, share_rows
 
 BLOCK_TOKENS = 128
-RESAMPLES = 1000
 BASELINE = "full"
 LOOKS = ("zipage", "snapkv")  # scorers that look at attention ...
 BLIND = ("random", "recency")  # ... and those that do not, which they have to beat
@@ -160,23 +160,11 @@ def _figures(blocks: list[Comparison]) -> dict[str, Any]:
         ("agree", [b.agree for b in blocks], np.asarray),
     ):
         sums = np.array([v.sum(dtype=np.float64) for v in values])
-        figures[name] = _interval(lambda n, sums=sums, final=final: final((n @ sums) / (n @ sizes)), len(blocks))
+        figures[name] = bootstrap(lambda n, sums=sums, final=final: final((n @ sums) / (n @ sizes)), len(blocks))
     kl, block_of = np.concatenate([b.kl for b in blocks]), np.repeat(np.arange(len(blocks)), sizes)
     p99 = lambda counts: np.array([np.quantile(np.repeat(kl, n[block_of]), 0.99) for n in counts])  # noqa: E731
-    figures["kl_p99"] = _interval(p99, len(blocks))
+    figures["kl_p99"] = bootstrap(p99, len(blocks))
     return figures
-
-
-def _resamples(num_blocks: int) -> np.ndarray:
-    """How often each block is drawn: int64[RESAMPLES, blocks], the same draws for every configuration."""
-    return np.random.default_rng(0).multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), RESAMPLES)
-
-
-def _interval(statistic: Callable[[np.ndarray], np.ndarray], num_blocks: int) -> list[float]:
-    """[value, low, high] of a statistic of block counts int64[N, blocks] -> float[N]."""
-    value = statistic(np.ones((1, num_blocks), np.int64))[0]
-    low, high = np.quantile(statistic(_resamples(num_blocks)), [0.025, 0.975])
-    return [float(value), float(low), float(high)]
 
 
 def paired_gain(record: dict[str, Any], rival: dict[str, Any]) -> list[float]:
@@ -186,7 +174,7 @@ def paired_gain(record: dict[str, Any], rival: dict[str, Any]) -> list[float]:
     """
     tokens = np.array(record["blocks"]["tokens"])
     gain = np.array(rival["blocks"]["kl"]) - np.array(record["blocks"]["kl"])
-    return _interval(lambda n: (n @ gain) / (n @ tokens), len(tokens))
+    return bootstrap(lambda n: (n @ gain) / (n @ tokens), len(tokens))
 
 
 def verdicts(records: Sequence[dict[str, Any]]) -> list[str]:

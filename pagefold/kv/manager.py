@@ -1,40 +1,17 @@
 """The scheduler's only door to KV memory: admission by reservation, growth, folding, prefix hits, swap."""
 
-import math
-from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagefold.core.types import InputError, Job, SwapOp, TableEdits
+from pagefold.core.types import Job, Move, SwapOp, TableEdits
+from pagefold.kv.bounds import KVGeometry, copied_pages, peak_pages
 from pagefold.kv.ledger import Ledger
 from pagefold.kv.pool import PagePool
 from pagefold.kv.prefix import PrefixCache
-from pagefold.kv.state import COLD, HOT, FoldPolicy, Folds, KVState
+from pagefold.kv.state import COLD, HOT, FoldPolicy, Folds, KVState, tier_mask
 from pagefold.kv.table import TableJournal
-
-
-@dataclass(frozen=True)
-class KVGeometry:
-    """Sizes that follow from the configuration and the model.
-
-    num_pages        pages per tier, page 0 included (one tier, or hot and cold)
-    num_host_pages   pages per tier of the host store that preempted requests are swapped to
-    bytes_per_page   per tier
-    num_groups       page-table rows per sequence
-    page_size        rows per page
-    max_seqs         sequences that run at once
-    window_slots     query windows to lend
-    """
-
-    num_pages: tuple[int, ...]
-    num_host_pages: tuple[int, ...]
-    bytes_per_page: tuple[int, ...]
-    num_groups: int
-    page_size: int
-    max_seqs: int
-    window_slots: int
+from pagefold.kv.trunks import Trunk, Trunks
 
 
 @dataclass
@@ -62,9 +39,13 @@ class KVManager:
         self.pools = [PagePool(n) for n in geometry.num_pages]
         self.host_pools = [PagePool(n) for n in geometry.num_host_pages]
         self.prefix = PrefixCache(self.pools[HOT], geometry.page_size) if prefix_caching else None
+        self.trunks = Trunks(self.pools, self.host_pools, geometry.num_trunk_pages)
+        self._found: tuple[list[int], int, tuple[str, str], int, tuple[Trunk, int] | None] | None = None
         self.journal = TableJournal()
         self.ledger = Ledger()
         self.live: list[KVState] = []
+        self.pages_freed = 0  # by compactions so far: pages given back less those of the copies
+        self.pages_copied = 0  # of the pages they gave back, the ones that others, or the prefix cache, still need
         self._slots = list(range(geometry.max_seqs, 0, -1))  # slot 0 is the garbage room of padding
         self._windows = list(range(geometry.window_slots, 0, -1))
 
@@ -74,86 +55,6 @@ class KVManager:
     def num_tiers(self) -> int:
         return len(self.pools)
 
-    def peak_pages(self, policy: FoldPolicy, prompt_len: int, last: int) -> list[int]:
-        """Most pages per tier that a sequence ever holds between compactions (their destinations not counted).
-
-        Rows of a head stay within budget + period + lag, or the prompt's length (to the next event, and lag) before the
-        first fold is visible.
-        """
-        size = self.geometry.page_size
-        pages = lambda rows: np.minimum(-(-np.asarray(rows) // size), math.ceil(last / size))  # noqa: E731
-        budget = policy.budget
-        if not policy.evicts:
-            hot, cold = last, 0
-            if policy.cold_after is not None:
-                prompt_rows = -(-prompt_len // policy.period) * policy.period
-                hot = max(prompt_rows, policy.cold_after + size + policy.period) + policy.lag
-                cold = max(0, last - policy.cold_after)
-            return [int(pages([hot] * len(budget)).sum()), int(pages([cold] * len(budget)).sum())]
-        decode = budget + policy.period + policy.lag
-        if policy.cold_after is not None:
-            decode = np.minimum(budget, policy.cold_after + size) + policy.period + policy.lag
-        prompt = np.full_like(budget, -(-prompt_len // policy.period) * policy.period)
-        if policy.prefill_period:
-            prompt = np.minimum(prompt, budget + policy.prefill_period)
-        cold = 0 if policy.cold_after is None else int(pages(budget).sum())
-        return [int(pages(np.maximum(decode, prompt + policy.lag)).sum()), cold]
-
-    def _copy_pages(self, policy: FoldPolicy, last: int) -> list[int]:
-        """Destination pages per tier of one whole compaction; none if the sequence ends before it is over budget."""
-        need, size = [0, 0], self.geometry.page_size
-        if policy.evicts:
-            folded = policy.budget[policy.budget + size < last]
-            need[HOT if policy.cold_after is None else COLD] = int((folded // size).sum())
-        return need
-
-    def fits_requests(self, policy: FoldPolicy, prompt_len: int, last: int) -> int:
-        """Sequences of this length that run together without a preemption or a wait for pages, if each comes when the
-        prompts of those before it are folded."""
-        peaks, settled = self.peak_pages(policy, prompt_len, last), self.peak_pages(policy, 0, last)
-        hot, cold = self._copy_pages(policy, last)
-
-        def too_many(count: int) -> bool:
-            spare = Ledger.spare_for(Counter({(policy.lag + 1, policy.period, hot, cold): count}))
-            needs = (peak + (count - 1) * each + kept for peak, each, kept in zip(peaks, settled, spare))
-            return any(need >= pool.num_pages for need, pool in zip(needs, self.pools))
-
-        return bisect_left(range(1, self.geometry.max_seqs + 1), True, key=too_many)
-
-    def check_fits(self, policy: FoldPolicy, prompt_len: int, last: int) -> None:
-        """Refuse a request that could never run, saying the largest that could.
-
-        Raises InputError naming `prompt` or `max_tokens`.
-        """
-        copies = self._copy_pages(policy, last)
-        for tier in range(self.num_tiers):
-            room = self.pools[tier].num_pages - 1 - copies[tier]
-            need = self.peak_pages(policy, prompt_len, last)[tier]
-            if need <= room:
-                continue
-            geometry = self.geometry
-            if policy.evicts and self.peak_pages(policy, 0, last)[tier] > room:
-                facts = f"{need + copies[tier]} pages while folding, {self.pools[tier].num_pages - 1} in the pool"
-                raise InputError("kv_budget", f"got {int(policy.budget.mean())} rows a head, needs {facts}")
-            per_row = geometry.bytes_per_page[tier] // geometry.page_size
-            most = max(0, room // geometry.num_groups * geometry.page_size)
-            facts = (
-                f"{need + copies[tier]} pages needed, {self.pools[tier].num_pages - 1} in the pool "
-                f"({geometry.page_size} rows a page, {per_row} bytes a row and group)"
-            )
-            if self.peak_pages(policy, prompt_len, prompt_len + 1)[tier] > room:
-                limit = f"got {prompt_len} tokens, the largest that fits is {max(0, most - 1)}"
-                raise InputError("prompt", f"{limit}: {facts}")
-            raise InputError("max_tokens", f"got {last - prompt_len + 1}, at most {most - prompt_len + 1} fit: {facts}")
-
-    def fits_tokens(self, policy: FoldPolicy, prompt_len: int, most: int) -> int:
-        """Tokens, at most `most`, of the longest never-evicting sequence with this prompt that the pools hold."""
-
-        def too_long(last: int) -> bool:
-            return any(n >= p.num_pages for n, p in zip(self.peak_pages(policy, prompt_len, last), self.pools))
-
-        return prompt_len - 1 + bisect_left(range(prompt_len, most + 1), True, key=too_long)
-
     def room(self, tier: int = HOT) -> int:
         """Pages that a sequence without a reservation may take now."""
         pool = self.pools[tier]
@@ -161,64 +62,108 @@ class KVManager:
 
     def _take(self, tier: int, count: int, reserved: bool) -> np.ndarray:
         pool = self.pools[tier]
-        if tier == HOT and self.prefix is not None and pool.num_free < count:
-            self.prefix.make_room(count)
+        if pool.num_free < count:
+            if tier == HOT and self.prefix is not None:
+                self.prefix.make_room(count)
+            self.trunks.make_room(tier, count)  # last: a page of theirs stands for more tokens
         return pool.take(count, reserved)
 
     # ---- life of a sequence
 
     def admit(
-        self, policy: FoldPolicy, tokens: list[int], prompt_len: int, last: int, salt: str | None, margin: int = 0
+        self,
+        policy: FoldPolicy,
+        tokens: list[int],
+        prompt_len: int,
+        last: int,
+        salt: str | None,
+        margin: int = 0,
+        resumes: bool = False,
     ) -> KVState | None:
-        """Give a sequence a slot, the pages of its longest cached prefix, and, if it evicts, its reservation.
+        """Give a sequence a slot, what is known of its beginning, and, if it evicts, its reservation.
 
-        salt     None: no prefix hits (every token must be computed)
-        margin   pages that must stay free beside what the sequence's tokens need
+        That is the rows of a trunk, or the pages of the longest cached prefix if these are as many tokens; nothing was
+        evicted from them, so they are the better ones.
+
+        salt      None: nothing is known (every token must be computed)
+        margin    pages that must stay free beside what the sequence's tokens need
+        resumes   it may grow from a trunk
         Returns None, and changes nothing, if there is no room now.
         """
         if not self._slots:
             return None
-        pool, groups, size = self.pools[HOT], self.geometry.num_groups, self.geometry.page_size
-        kv = KVState(policy, size, prompt_len, last, 0, None if policy.under_pressure else 0)
-        kv.copies = self._copy_pages(policy, last)
-        kv.bound = self.peak_pages(policy, 0, last) if policy.evicts else [0, 0]
-        if policy.evicts and not policy.under_pressure:
-            kv.reserved, kv.reserve = True, self.peak_pages(policy, prompt_len, last)
-            for tier, other in enumerate(self.pools):
-                if other.num_available - other.surplus - self.ledger.held_back(tier, kv) < kv.reserve[tier]:
-                    return None
-        elif self.room() < margin:
-            return None  # whatever it finds cached
-        hits, key = np.empty((0, groups), np.int32), b""
-        if self.prefix is not None and salt is not None:
-            key = self.prefix.root(salt)
-            event, _ = kv.upcoming()
-            computed = max(1, policy.window if policy.needs_window else 1)  # tokens before the event that must be
-            limit = len(tokens) - 1 if event is None else min(len(tokens) - 1, event - computed)
-            hits, key = self.prefix.match(salt, tokens, limit)
-        hit_pages = hits.ravel()
-        if not kv.reserved:
-            idle = int((pool.refs[hit_pages] == 0).sum())
-            # a hit on a page that only a reserved sequence holds will not come back when that one folds
-            shared = int(pool.reserved[hit_pages][pool.refs[hit_pages] == 1].sum())
-            need = -(-len(tokens) // size) * groups
-            if not policy.evicts:  # with a cold tier not all of them are hot at once
-                need = min(need, self.peak_pages(policy, prompt_len, last)[HOT])
-            fresh = max(0, need - len(hit_pages))
-            own_spare = self.ledger.held_back(HOT, kv) - self.ledger.held_back(HOT)
-            if self.room() - own_spare - margin < fresh + idle + shared:
-                return None
-        kv.index_key = key
+        fresh = self._blank(policy, prompt_len, last)
+        grown = self._grown(policy, tokens, prompt_len, last, salt) if resumes and salt is not None else None
+        if grown is not None:
+            trunk, kv = grown
+            if self._resume_fits(kv, trunk, tokens, margin):
+                hits, key = self._cached(fresh, tokens, salt)
+                if len(hits) * kv.page_size < kv.num_cached or not self._fits(fresh, tokens, margin, hits):
+                    return self._resume(kv, trunk)
+            elif self.live:
+                return None  # alone it would fit, or else without a trunk
+        if not self._fits(fresh, tokens, margin, None):
+            return None
+        hits, key = self._cached(fresh, tokens, salt)
+        if not self._fits(fresh, tokens, margin, hits):
+            return None
+        fresh.index_key = key
         if len(hits):
-            pool.hold(hit_pages, kv.reserved)
-            kv.append_pages(hits.T.copy())
-            kv.num_tokens = kv.num_cached = len(hits) * size
-            kv.num_indexed = len(hits)
+            self.pools[HOT].hold(hits.ravel(), fresh.reserved)
+            fresh.append_pages(hits.T.copy())
+            fresh.num_tokens = fresh.num_cached = len(hits) * fresh.page_size
+            fresh.num_indexed = len(hits)
             self.prefix.touch(key)  # type: ignore[union-attr]
-        if not kv.index_key:
-            kv.num_indexed = -1
-        self._take_slot(kv)
+        if not fresh.index_key:
+            fresh.num_indexed = -1
+        self._take_slot(fresh)
+        return fresh
+
+    def _blank(self, policy: FoldPolicy, prompt_len: int, last: int) -> KVState:
+        size = self.geometry.page_size
+        kv = KVState(policy, size, prompt_len, last, 0, None if policy.under_pressure else 0)
+        kv.copies = copied_pages(policy, size, last)
+        if policy.evicts:
+            kv.bound = peak_pages(policy, size, 0, last)
+            if not policy.under_pressure:
+                kv.reserved, kv.reserve = True, peak_pages(policy, size, prompt_len, last)
         return kv
+
+    def _cached(self, kv: KVState, tokens: list[int], salt: str | None) -> tuple[np.ndarray, bytes]:
+        """int32[n, G] pages of the longest cached prefix that a new sequence may use, and the key of the last.
+
+        The tokens of its first event's window are computed, and so is what follows the event.
+        """
+        if self.prefix is None or salt is None:
+            return np.empty((0, self.geometry.num_groups), np.int32), b""
+        return self.prefix.match(salt, tokens, self._most_known(kv, len(tokens)))
+
+    @staticmethod
+    def _most_known(kv: KVState, num_tokens: int) -> int:
+        """How many of a new sequence's tokens need not be computed: the last one must, and its first event's window."""
+        event, _ = kv.upcoming()
+        computed = max(1, kv.policy.window if kv.policy.needs_window else 1)
+        return num_tokens - 1 if event is None else min(num_tokens - 1, event - computed)
+
+    def _fits(self, kv: KVState, tokens: list[int], margin: int, hits: np.ndarray | None) -> bool:
+        """Whether there is room for a new sequence that finds these cached pages; with None, whether it is worth
+        looking for them."""
+        if kv.reserved:
+            return all(self._unpromised(tier, kv) >= kv.reserve[tier] for tier in range(self.num_tiers))
+        if hits is None:
+            return self.room() >= margin
+        pool, pages = self.pools[HOT], hits.ravel()
+        need = -(-len(tokens) // kv.page_size) * kv.num_groups
+        if not kv.policy.evicts:  # with a cold tier not all of them are hot at once
+            need = min(need, peak_pages(kv.policy, kv.page_size, kv.prompt_len, kv.last)[HOT])
+        idle = int((pool.refs[pages] == 0).sum())
+        fresh = max(0, need - len(pages))
+        return self._unpromised(HOT, kv) - margin >= fresh + idle + pool.sharing_cost(pages)
+
+    def _unpromised(self, tier: int, kv: KVState) -> int:
+        """Pages that may be given to a new sequence beside those that others, and folds with it among them, rely on."""
+        pool = self.pools[tier]
+        return pool.num_available - pool.surplus - self.ledger.held_back(tier, kv)
 
     def _take_slot(self, kv: KVState) -> None:
         kv.slot = self._slots.pop()
@@ -297,12 +242,14 @@ class KVManager:
         pages, index = kv.pages[groups, :end], np.arange(end)
         inside = index >= first[:, None]
         source = inside & (index < (first + num_src)[:, None])
+        self.pages_freed += int(shrink.sum())
         if kv.held[COLD]:
             was_cold = index < kv.cold[groups, None]
             self._give_back(kv, COLD, pages[source & was_cold])
-            self._give_back(kv, HOT, pages[source & ~was_cold])
-        else:
-            self._give_back(kv, HOT, pages[source])
+            source &= ~was_cold
+        hot, sources = self.pools[HOT], pages[source]
+        self.pages_copied += int(((hot.refs[sources] > 1) | hot.cached[sources]).sum())
+        self._give_back(kv, HOT, sources)
         tail = index >= (first + num_dst)[:, None]
         moved = pages[np.arange(len(groups))[:, None], np.minimum(index + tail * shrink[:, None], end - 1)]
         moved[inside & ~tail] = ticket.dst
@@ -316,7 +263,7 @@ class KVManager:
         self.journal.pages(kv, changed)
         self.journal.lengths(kv)
         self._return_window(ticket.window_slot)
-        kv.ticket = None
+        kv.ticket, kv.fixed = None, ticket.commit_at
         kv.num_indexed = -1
         if kv.reserved and kv.num_tokens >= kv.prompt_len:
             kv.reserve = kv.bound  # the prompt's peak is behind it
@@ -388,50 +335,151 @@ class KVManager:
         self.ledger.leave(kv)
         self.journal.forget(kv)
 
+    def forget_all(self) -> None:
+        """No page is known to hold what it should."""
+        if self.prefix is not None:
+            self.prefix.clear()
+        self.trunks.clear()
+
+    # ---- trunks
+
+    def keep(self, kv: KVState, tokens: list[int], salt: str) -> None:
+        """The sequence has ended, and these are the tokens it stored: whoever goes on from them need not compute them.
+
+        Call it before `release`. Folds in flight that the next token would have seen become visible; later ones are
+        dropped, as if they had not been launched. What was never folded is the prefix cache's.
+        """
+        if kv.ticket and kv.ticket.commit_at <= len(tokens):
+            self.commit(kv)
+        if kv.folded and kv.fixed <= len(tokens):
+            self.trunks.keep(kv, tokens, salt)
+
+    def _grown(
+        self, policy: FoldPolicy, tokens: list[int], prompt_len: int, last: int, salt: str
+    ) -> tuple[Trunk, KVState] | None:
+        """The trunk to resume from, and a sequence that has its rows, but no slot and no page yet.
+
+        It stands where a sequence would that has the trunk's rows as of `fixed` and went on: so it begins before the
+        window of that sequence's next event, even if the trunk knows more.
+        """
+        root = salt, policy.ask
+        asked = tokens, len(tokens), root, self.trunks.changes  # the head of the queue asks every step
+        if self._found is None or self._found[0] is not tokens or self._found[1:4] != asked[1:]:
+            self._found = *asked, self.trunks.find(root, tokens[:-1])
+        if (found := self._found[4]) is None:
+            return None
+        trunk, shared = found
+        kv, size = self._blank(policy, prompt_len, last), self.geometry.page_size
+        kv.evicted, kv.cold, kv.num_tokens = trunk.counts.evicted, trunk.counts.cold, trunk.counts.fixed
+        known = min(shared, self._most_known(kv, len(tokens)))
+        if known < trunk.counts.fixed:
+            return None
+        if kv.reserved:
+            fresh, kv.reserve = kv.reserve, peak_pages(policy, size, prompt_len, last, trunk.counts)
+            if any(need > most for need, most in zip(kv.reserve, fresh, strict=True)):
+                return None
+        kv.num_tokens = kv.num_cached = known
+        kv.fixed, kv.trunk, kv.num_indexed, kv.num_compactions = trunk.counts.fixed, trunk, -1, trunk.num_compactions
+        kv.num_pages = -(-kv.rows // size)
+        kv.folds_changed()
+        return trunk, kv
+
+    def _borrowed(self, kv: KVState, trunk: Trunk) -> list[np.ndarray]:
+        """Per tier, the trunk's pages that hold rows of the sequence; those of an open last page are the last of each
+        group."""
+        capacity = trunk.pages.shape[1]
+        return [trunk.pages[tier_mask(t, capacity, kv.num_pages, kv.cold)] for t in range(self.num_tiers)]
+
+    def _resume_fits(self, kv: KVState, trunk: Trunk, tokens: list[int], margin: int) -> bool:
+        pages = self._borrowed(kv, trunk)
+        for tier, pool in enumerate(self.pools):
+            shared = pages[tier][:0] if trunk.on_host else pages[tier]
+            # an open page is held while it is copied, beside the copy
+            extra = pool.sharing_cost(shared) + (kv.num_groups if tier == HOT and not trunk.on_host else 0)
+            if kv.reserved:
+                if self._unpromised(tier, kv) < kv.reserve[tier] + extra:
+                    return False
+                continue
+            need = len(pages[tier])
+            if tier == HOT:
+                need = int((-(-(len(tokens) - kv.evicted) // kv.page_size) - kv.cold).sum())
+            held = int((pool.refs[shared] > 0).sum())
+            if self._unpromised(tier, kv) - (margin if tier == HOT else 0) < need - held + extra:
+                return False
+        return True
+
+    def _resume(self, kv: KVState, trunk: Trunk) -> KVState:
+        """Rows are shared by reference; an open page is copied, for it will be written, and so is all that is in host
+        memory."""
+        size, borrowed = kv.page_size, self._borrowed(kv, trunk)
+        source, move = (self.host_pools, Move.IN) if trunk.on_host else (self.pools, Move.WITHIN)
+        is_open = kv.num_tokens % size > 0
+        kv.pages = np.zeros((kv.num_groups, int(kv.num_pages.max()) + 8), np.int32)
+        kv.pages[:, : trunk.pages.shape[1]] = trunk.pages[:, : kv.pages.shape[1]]
+        self.trunks.grow(trunk)
+        for tier, pages in enumerate(borrowed):  # first: making room must not touch them
+            source[tier].hold(pages, kv.reserved and not trunk.on_host)
+        for tier, pages in enumerate(borrowed):
+            kv.hold(tier, len(pages))
+            copied = np.zeros(kv.pages.shape, bool)
+            if trunk.on_host:
+                copied = tier_mask(tier, kv.pages.shape[1], kv.num_pages, kv.cold)
+            elif is_open and tier == HOT:
+                copied[np.arange(kv.num_groups), kv.num_pages - 1] = True
+            if copied.any():
+                src = kv.pages[copied]
+                kv.pages[copied] = self._take(tier, len(src), kv.reserved)
+                self.trunks.copies.append(SwapOp(tier, move, src, kv.pages[copied]))
+                source[tier].drop(src, kv.reserved and not trunk.on_host)
+        self._take_slot(kv)
+        return kv
+
     # ---- swap
 
-    def swap_out(self, kv: KVState) -> tuple[Swapped, list[SwapOp]] | None:
+    def swap_out(self, kv: KVState) -> Swapped | None:
         """Move a sequence's pages to host memory and release it. None, and nothing changed, if the host is full.
 
         The sequence must hold no window and have no fold in flight.
         """
         assert kv.ticket is None and kv.window_slot == 0
         pages = [kv.tier_pages(tier) for tier in range(self.num_tiers)]
-        if any(len(p) > pool.num_free for p, pool in zip(pages, self.host_pools, strict=True)):
+        if not self.fits_host(kv):
             return None
-        host = [pool.take(len(p), False) for p, pool in zip(pages, self.host_pools, strict=True)]
-        ops = [SwapOp(t, True, pages[t], host[t]) for t in range(self.num_tiers) if len(pages[t])]
+        host = []
+        for tier, (pool, out) in enumerate(zip(self.host_pools, pages, strict=True)):
+            self.trunks.make_host_room(tier, len(out))
+            host.append(pool.take(len(out), False))
+            if len(out):
+                self.trunks.copies.append(SwapOp(tier, Move.OUT, out, host[tier]))
         self.release(kv)
-        return Swapped(kv, host), ops
+        return Swapped(kv, host)
 
-    def swap_in(self, swapped: Swapped, margin: int = 0) -> list[SwapOp] | None:
-        """Bring a sequence back under a new slot, on pages of its own. None, and nothing changed, without room.
+    def fits_host(self, kv: KVState) -> bool:
+        """Whether host memory has room for what the sequence holds."""
+        return all(kv.held[tier] <= pool.num_available for tier, pool in enumerate(self.host_pools))
+
+    def swap_in(self, swapped: Swapped, margin: int = 0) -> bool:
+        """Bring a sequence back under a new slot, on pages of its own. False, and nothing changed, without room.
 
         margin   pages that must stay free beside the sequence's own, if it has no reservation
         """
         kv = swapped.kv
         if not self._slots:
-            return None
-        for tier, pool in enumerate(self.pools):
+            return False
+        for tier in range(self.num_tiers):
             need = max(len(swapped.host_pages[tier]), kv.reserve[tier])
             if not kv.reserved and tier == HOT and self.live:
                 need += margin + kv.num_groups
-            if pool.num_available - pool.surplus - self.ledger.held_back(tier, kv) < need:
-                return None
-        ops, fresh = [], []
+            if self._unpromised(tier, kv) < need:
+                return False
         for tier, host in enumerate(swapped.host_pages):
-            fresh.append(self._take(tier, len(host), kv.reserved))
+            fresh = self._take(tier, len(host), kv.reserved)
             if len(host):
-                ops.append(SwapOp(tier, False, host, fresh[tier]))
-        index = np.arange(kv.pages.shape[1])
-        cold = index < kv.cold[:, None]
-        valid = index < kv.num_pages[:, None]
-        kv.pages[valid & ~cold] = fresh[HOT]
-        if self.num_tiers > 1:
-            kv.pages[valid & cold] = fresh[COLD]
+                self.trunks.copies.append(SwapOp(tier, Move.IN, host, fresh))
+                kv.pages[tier_mask(tier, kv.pages.shape[1], kv.num_pages, kv.cold)] = fresh
         kv.num_indexed = -1
         self._take_slot(kv)
-        return ops
+        return True
 
     def discard(self, swapped: Swapped) -> None:
         """Forget a swapped sequence (it was aborted, or its pages were copied back)."""
@@ -443,6 +491,12 @@ class KVManager:
     def drain_edits(self) -> TableEdits:
         """What the device tables must change, each entry once."""
         return self.journal.drain()
+
+    def drain_copies(self) -> list[SwapOp]:
+        """The copies of pages to make before the next step, in this order: a page may be copied from, given away and
+        copied to."""
+        copies, self.trunks.copies = self.trunks.copies, []
+        return copies
 
     @property
     def num_windows_free(self) -> int:
@@ -458,9 +512,17 @@ class KVManager:
                 if kv.ticket and kv.ticket.dst_tier == tier:
                     np.add.at(refs, kv.ticket.dst, 1)
             assert np.array_equal(refs, pool.refs), f"tier {tier}: references and holders differ"
+            memories = self.trunks.count_memories(tier, on_host=False)
+            if tier == HOT and self.prefix is not None:
+                memories += self.prefix.count_memories()
+            assert np.array_equal(memories, pool.memories), f"tier {tier}: it is not known who remembers a page"
+            assert np.array_equal(self.trunks.count_memories(tier, on_host=True), self.host_pools[tier].memories)
             assert pool.num_available >= self.ledger.promised[tier], f"tier {tier}: more is promised than there is"
         for kv in self.live:
             assert np.array_equal(kv.num_pages, -(-kv.rows // kv.page_size)), "a group owns ceil(rows / page) pages"
+            if kv.num_tokens % kv.page_size:
+                pages, pool = kv.pages[np.arange(kv.num_groups), kv.num_pages - 1], self.pools[HOT]
+                assert (pool.refs[pages] == 1).all() and not pool.memories[pages].any(), "an open page is shared"
         lent = sum((kv.window_slot != 0) + bool(kv.ticket and kv.ticket.window_slot) for kv in self.live)
         assert lent + len(self._windows) == self.geometry.window_slots
         assert len(self.live) + len(self._slots) == self.geometry.max_seqs

@@ -7,12 +7,12 @@ class PagePool:
     """Page ids of one tier with reference counts.
 
     A page is *free* (nobody holds it, nothing is remembered in it), *held* (one or more sequences reference it) or
-    *idle* (nobody holds it, but the prefix cache remembers what is in it; it can be taken back at any time). Page 0
-    is the garbage room of padding and is never handed out.
+    *idle* (nobody holds it, but the prefix cache or a trunk remembers what is in it; it can be taken back at any time).
+    Page 0 is the garbage room of padding and is never handed out.
 
         refs      int32[pages]   sequences that hold the page
         reserved  int32[pages]   those of them that were admitted by reservation
-        cached    bool[pages]    the prefix cache remembers the page
+        memories  int32[pages]   who remembers the page: the prefix cache, and each trunk
 
     `surplus` counts what reservations must not rely on: a page that a reserved sequence shares with somebody else
     will not come back to the pool when that sequence drops it.
@@ -22,9 +22,10 @@ class PagePool:
         self.num_pages = num_pages
         self.refs = np.zeros(num_pages, np.int32)
         self.reserved = np.zeros(num_pages, np.int32)
-        self.cached = np.zeros(num_pages, bool)
+        self.memories = np.zeros(num_pages, np.int32)
         self.surplus = 0
         self.num_idle = 0
+        self.times_idled = 0  # how often pages went from held to idle
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)  # a stack; the lowest ids leave first
         self._num_free = num_pages - 1
 
@@ -33,8 +34,13 @@ class PagePool:
         return self._num_free
 
     @property
+    def cached(self) -> np.ndarray:
+        """bool[pages]: somebody remembers what is in the page."""
+        return self.memories > 0
+
+    @property
     def num_available(self) -> int:
-        """Pages that can be handed out: free ones, and idle ones once the prefix cache forgets them."""
+        """Pages that can be handed out: free ones, and idle ones once they are forgotten."""
         return self._num_free + self.num_idle
 
     @property
@@ -69,9 +75,10 @@ class PagePool:
             self.reserved[pages] -= 1
         self.surplus += self._surplus_of(shared) - before
         unused = pages[self.refs[pages] == 0] if len(shared) else pages
-        if self.cached[unused].any():
-            idle = self.cached[unused]
+        idle = self.memories[unused] > 0
+        if idle.any():
             self.num_idle += int(idle.sum())
+            self.times_idled += 1
             unused = unused[~idle]
         self._give_back(unused)
 
@@ -82,15 +89,24 @@ class PagePool:
         self.surplus += self._surplus_of(pages) - before
 
     def remember(self, pages: np.ndarray) -> None:
-        """The prefix cache knows what is in these (held) pages."""
-        self.cached[pages] = True
+        """One more knows what is in these (held, distinct) pages."""
+        self.memories[pages] += 1
 
     def forget(self, pages: np.ndarray) -> None:
-        """The prefix cache forgets these pages; idle ones become free."""
-        self.cached[pages] = False
-        idle = pages[self.refs[pages] == 0]
+        """One forgets these (distinct) pages; those that nobody holds or remembers become free."""
+        self.memories[pages] -= 1
+        idle = pages[(self.refs[pages] == 0) & (self.memories[pages] == 0)]
         self.num_idle -= len(idle)
         self._give_back(idle)
+
+    def sharing_cost(self, pages: np.ndarray) -> int:
+        """Pages that a reserved sequence needs beyond its reservation if it holds these of others (distinct).
+
+        Holding one that somebody holds already takes nothing from the pool now, but it will not come back either when
+        one of them drops it.
+        """
+        shared = pages[self.refs[pages] > 0]
+        return int(np.where(self.refs[shared] == 1, self.reserved[shared], 0).sum())
 
     def _give_back(self, pages: np.ndarray) -> None:
         self._free[self._num_free : self._num_free + len(pages)] = pages
@@ -106,7 +122,8 @@ class PagePool:
         free = self._free[: self._num_free]
         assert len(set(free.tolist())) == self._num_free and 0 not in free
         assert (self.refs >= 0).all() and (self.reserved >= 0).all() and (self.reserved <= self.refs).all()
-        assert not self.refs[free].any() and not self.cached[free].any()
+        assert (self.memories >= 0).all()
+        assert not self.refs[free].any() and not self.memories[free].any()
         unused = self.refs[1:] == 0
         assert int((unused & self.cached[1:]).sum()) == self.num_idle
         assert int((unused & ~self.cached[1:]).sum()) == self._num_free

@@ -28,6 +28,7 @@ class PrefixCache:
         self.pool = pool
         self.page_size = page_size
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._barren = -1  # what `pool.times_idled` was when nothing was left to forget
 
     @staticmethod
     def root(salt: str) -> bytes:
@@ -75,6 +76,8 @@ class PrefixCache:
 
     def make_room(self, num_free: int) -> None:
         """Forget idle pages, least recently used first, until the pool has `num_free` free ones."""
+        if self._barren == self.pool.times_idled:
+            return
         for _ in range(len(self._entries)):
             if self.pool.num_free >= num_free:
                 return
@@ -83,6 +86,14 @@ class PrefixCache:
                 self._entries[key] = entry  # in use: forgetting it frees nothing
             else:
                 self.pool.forget(entry.pages)
+        self._barren = self.pool.times_idled
+
+    def count_memories(self) -> np.ndarray:
+        """int32[pages]: how many entries name each page."""
+        counts = np.zeros(self.pool.num_pages, np.int32)
+        for entry in self._entries.values():
+            np.add.at(counts, entry.pages, 1)
+        return counts
 
     def clear(self) -> None:
         for entry in self._entries.values():

@@ -1,9 +1,12 @@
 """The KV of one sequence as numbers: how long it is, which pages hold it, when it is folded next."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from pagefold.kv.trunks import Trunk
 
 HOT, COLD = 0, 1
 
@@ -22,6 +25,7 @@ class FoldPolicy:
     lag             tokens from a compaction's launch to the step that sees it (0 while prefilling)
     cold_after      rows that stay hot when older ones are moved to the cold tier; None: there is no cold tier
     under_pressure  nothing is evicted until the scheduler asks for it
+    ask             what the request asked for, in words: rows that were folded for one ask serve the same ask only
     """
 
     scorer: str | None
@@ -34,10 +38,36 @@ class FoldPolicy:
     lag: int
     cold_after: int | None
     under_pressure: bool = False
+    ask: str = ""
 
     @property
     def evicts(self) -> bool:
         return self.scorer is not None
+
+
+class RowCounts(NamedTuple):
+    """What folding has left of a sequence when its rows were last changed.
+
+    evicted   int32[G], as in `KVState`; `cold` the same
+    fixed     tokens stored at that time: all tokens from this one on have a row, and those rows are not in need of a
+              fold that was missed
+    """
+
+    evicted: np.ndarray
+    cold: np.ndarray
+    fixed: int
+
+
+def pages_of_tier(tier: int, pages: np.ndarray, num_pages: np.ndarray, cold: np.ndarray) -> np.ndarray:
+    """The ids of one tier in a page table int32[G, capacity], group after group; num_pages and cold are int32[G]."""
+    return pages[tier_mask(tier, pages.shape[1], num_pages, cold)]
+
+
+def tier_mask(tier: int, capacity: int, num_pages: np.ndarray, cold: np.ndarray) -> np.ndarray:
+    """bool[G, capacity]: the entries of a page table that name pages of this tier."""
+    index = np.arange(capacity)
+    in_cold = index < cold[:, None]
+    return (index < num_pages[:, None]) & (in_cold if tier == COLD else ~in_cold)
 
 
 class Folds(NamedTuple):
@@ -87,7 +117,9 @@ class KVState:
         reserve       pages per tier promised at admission; 0 where the sequence takes what is free
         bound         what it can hold at most once its prompt is behind it, if it evicts
         copies        destination pages per tier of one whole compaction
-        num_cached    tokens taken from the prefix cache at admission
+        num_cached    tokens whose rows were there at admission, in the prefix cache or a trunk
+        fixed         tokens stored when a fold last became visible
+        trunk         what it grew from, if it resumed
         num_indexed   leading pages the prefix cache was told of; -1: no more, since a fold is visible
         window_start  token whose query goes to index 0 of the window of the next event, 0 if there is none
         quiet_until   up to this token count one more token needs nothing but its place: no page, window or fold
@@ -116,6 +148,8 @@ class KVState:
     bound: list[int] = field(default_factory=lambda: [0, 0])
     copies: list[int] = field(default_factory=lambda: [0, 0])
     num_cached: int = 0
+    fixed: int = 0
+    trunk: "Trunk | None" = None
     num_indexed: int = 0
     index_key: bytes = b""
     num_compactions: int = 0
@@ -146,10 +180,7 @@ class KVState:
 
     def tier_pages(self, tier: int) -> np.ndarray:
         """All page ids held in one tier."""
-        index = np.arange(self.pages.shape[1])
-        cold = index < self.cold[:, None]
-        valid = index < self.num_pages[:, None]
-        return self.pages[valid & (cold if tier == COLD else ~cold)]
+        return pages_of_tier(tier, self.pages, self.num_pages, self.cold)
 
     def new_pages(self, num_tokens: int) -> int:
         """Pages *per group* that `num_tokens` more tokens open; the same for every group."""

@@ -62,6 +62,8 @@ class Decoder:
         """Run the batch through all layers and store its K and V. Returns [T, hidden], the final norm applied."""
         layers, head_dim = self.weights.layers, self.spec.head_dim
         x = F.embedding(fwd.tokens, self.weights.embed)
+        if len(x) <= backend.few_tokens:
+            return self._forward_few(x, fwd, kv, backend)
         h = backend.rms_norm(x, *layers[0].attention_norm)
         for index, layer in enumerate(layers):
             qkv = layer.qkv(h).view(len(x), -1, head_dim)
@@ -73,6 +75,17 @@ class Decoder:
             after = layers[index + 1].attention_norm if index + 1 < len(layers) else self.weights.norm
             h = backend.add_rms_norm(x, delta, *after)
         return h
+
+    def _forward_few(self, x: Tensor, fwd: ForwardInputs, kv: KVView, backend: Backend) -> Tensor:
+        """The same for so few tokens that reading the weights is all that counts."""
+        for index, layer in enumerate(self.weights.layers):
+            qkv = backend.product(x, layer.qkv.weight, layer.qkv.bias, norm=layer.attention_norm)
+            q = backend.append(kv, index, qkv.view(len(x), -1, self.spec.head_dim), fwd, self._turns[index])
+            out = backend.attend(kv, index, q, fwd, self.scale).view(len(x), -1)
+            backend.product(out, layer.o.weight, layer.o.bias, add_to=x)
+            h = backend.product(x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm, gate=True)
+            backend.product(h, layer.down.weight, layer.down.bias, add_to=x)
+        return backend.rms_norm(x, *self.weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab] of rows hidden[N, hidden] of `forward`'s result, in the model's dtype."""

@@ -24,6 +24,8 @@ from pagefold.models.gguf_file import GGUFFile
 from pagefold.models.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 
 DEFAULT_CACHE = Path("~/.cache/pagefold")
+# one of them says that a directory has a tokenizer
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges*"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights once more, in other formats
 
@@ -80,7 +82,7 @@ class HFDirectory:
 
     @property
     def has_tokenizer(self) -> bool:
-        return any((self.path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+        return any((self.path / name).exists() for name in TOKENIZER_FILES)
 
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.path)

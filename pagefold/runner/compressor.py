@@ -1,6 +1,8 @@
 """Runs the jobs of a step: score, select, move. Which rows survive stays on the device; the host never asks."""
 
+import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +11,14 @@ from torch import Tensor
 
 from pagefold.backends.base import Backend, JobBatch, KVView
 from pagefold.backends.upload import upload
-from pagefold.core.types import Job, ScorePolicy, SwapOp, TableEdits
+from pagefold.core.types import Job, Move, ScorePolicy, SwapOp, TableEdits
 from pagefold.evict.scorer import SCORERS, ScoreContext
 from pagefold.evict.select import check_keep
+from pagefold.runner.fold_graphs import FoldGraphs
 
+COLUMNS = 7  # integers of a job in a table, besides its destination pages
+ROUNDED = 128  # captured batches have room for a multiple of so many rows
+HEADS = 2304  # heads of all jobs of a captured batch, about: 8 jobs of 36 layers of 8
 WORDS_PER_ROW = 8  # float32 that scoring and selecting hold for a row at most, besides its key or value
 
 
@@ -57,8 +63,49 @@ class _Running(NamedTuple):
 
     def meets(self, edits: TableEdits, swaps: list[SwapOp]) -> bool:
         """Whether a table is about to name what the jobs write, a swap to read it, or their slots to change hands."""
-        pages = np.concatenate([edits.pages[:, 3], *(op.src_pages for op in swaps if op.to_host)])
+        pages = np.concatenate([edits.pages[:, 3], *(op.src_pages for op in swaps if op.move is not Move.IN)])
         return bool(np.isin(pages, self.dst).any() or np.isin(edits.lengths[:, 0], self.slots).any())
+
+
+class _Batch(NamedTuple):
+    """Jobs that run together. `table` lies on the host: COLUMNS lines of one integer a job, then pages job by job."""
+
+    jobs: list[Job]
+    table: np.ndarray
+    num_jobs: int
+    num_dst: int
+    max_src: int
+    max_rows: int
+
+    @property
+    def dst_tier(self) -> int:
+        return self.jobs[0].dst_tier
+
+    def shape(self) -> tuple[int, ...]:
+        return self.num_jobs, self.num_dst, self.dst_tier, self.max_src, self.max_rows
+
+    def on_device(self, table: Tensor) -> JobBatch:
+        """Views of a table on the device."""
+        lines = table[: -self.num_dst * _even(self.num_jobs)].view(COLUMNS, -1)[:, : self.num_jobs]
+        dst = table[lines.stride(0) * COLUMNS :].view(-1, self.num_dst)[: self.num_jobs]
+        slots, groups, first_page, num_src, num_rows, num_tokens, window_slots = lines
+        return JobBatch(
+            slots=slots,
+            groups=groups,
+            first_page=first_page,
+            num_src=num_src,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            window_slots=window_slots,
+            dst_pages=dst,
+            dst_tier=self.dst_tier,
+            max_src=self.max_src,
+            max_rows=self.max_rows,
+        )
+
+
+def _even(n: int) -> int:
+    return n + n % 2
 
 
 class Compressor:
@@ -68,6 +115,7 @@ class Compressor:
     tile_bytes  how much memory one pass over the columns may take
     pad         jobs of unequal lengths share a batch; by default on a device, where a launch costs more than rows do
     overlap     jobs run beside the steps that follow, on a stream of their own; see `before_edits`
+    graphs      batches of a shape that comes again are captured, on a device
     """
 
     def __init__(
@@ -75,9 +123,10 @@ class Compressor:
         backend: Backend,
         kv: KVView,
         scale: float,
-        tile_bytes: int = 64 << 20,
+        tile_bytes: int = 128 << 20,
         pad: bool | None = None,
         overlap: bool = False,
+        graphs: bool = False,
     ):
         self.backend = backend
         self.kv = kv
@@ -86,21 +135,46 @@ class Compressor:
         self._device = kv.page_table.device
         self._pad = self._device.type == "cuda" if pad is None else pad
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
+        self._graphs = FoldGraphs(self._device) if graphs and self._device.type == "cuda" else None
         self._running: deque[_Running] = deque()
+        self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # begun and done, on a device
+        self._num_runs, self._seconds = 0, 0.0
 
     def run(self, jobs: list[Job], policies: list[ScorePolicy]) -> None:
-        """All jobs of a step, after what was launched before. Raises InputError if a job cannot keep what it should."""
+        """All jobs of a step, after what was launched before. Raises InputError if a job cannot keep what it should,
+        and whatever a scorer raises; destinations may hold anything then."""
         if not jobs:
             return
-        if self._stream is None:
+        if self._device.type != "cuda":
+            start = time.perf_counter()
             self._run(jobs, policies)
+            self._count(time.perf_counter() - start)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):  # whose own memory pool all that is made here comes from
-            self._run(jobs, policies)
-            done = torch.cuda.Event()
-            done.record()
-        self._note(jobs, done)
+        current = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            self._stream.wait_stream(current)
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(self._stream or current):  # all that is made here comes from its own memory pool
+            begun.record()
+            try:
+                self._run(jobs, policies)
+            finally:  # if it failed, what was launched before still writes to the pages
+                done.record()
+                if self._stream is not None:
+                    self._note(jobs, done)
+        self.spent()
+        self._timed.append((begun, done))
+
+    def spent(self) -> tuple[int, float]:
+        """(steps whose jobs are done, seconds that these took): the device's own where there is one."""
+        while self._timed and self._timed[0][1].query():
+            begun, done = self._timed.popleft()
+            self._count(begun.elapsed_time(done) / 1e3)
+        return self._num_runs, self._seconds
+
+    def _count(self, seconds: float) -> None:
+        self._num_runs += 1
+        self._seconds += seconds
 
     def _note(self, jobs: list[Job], done: torch.cuda.Event) -> None:
         dst = np.concatenate([job.dst_pages for job in jobs])
@@ -133,45 +207,45 @@ class Compressor:
             # a batch is padded to its longest job, so at most to twice the length of another
             alike = (num_src.bit_length(),) if self._pad else (num_src, job.keep_rows)
             groups[job.policy, job.dst_tier, all_kept, *alike].append(job)
-        for (policy, _, all_kept, *_), batch in zip(groups, self._batches(list(groups.values()))):
-            for kv in self.kv.parts:
-                self._run_batch(kv, batch, policies[policy], all_kept)
+        parts = [(key, batch) for key, alike in groups.items() for batch in self._batches(alike)]
+        tables = upload([batch.table for _, batch in parts], self._device)
+        for ((policy, _, all_kept, *_), batch), table in zip(parts, tables, strict=True):
+            self._run_table(batch, table, policies[policy], all_kept)
 
-    def _batches(self, groups: list[list[Job]]) -> list[JobBatch]:
-        """Batches of these jobs, by one copy to the device. Every table starts at a multiple of 16 bytes there, which
-        kernels are compiled for."""
-        size, tables = self.kv.page_size, []
-        for jobs in groups:
-            even = len(jobs) + len(jobs) % 2
-            columns = np.zeros((7, even), np.int64)
-            dst = np.zeros((even, max(len(job.dst_pages) for job in jobs)), np.int64)
-            for i, job in enumerate(jobs):
+    def _run_table(self, batch: _Batch, table: Tensor, policy: ScorePolicy, all_kept: bool) -> None:
+        def launch(table: Tensor) -> None:
+            jobs = batch.on_device(table)
+            for kv in self.kv.parts:
+                self._run_batch(kv, jobs, policy, all_kept)
+
+        if self._graphs is None:
+            launch(table)
+        else:
+            self._graphs.run((policy, all_kept, batch.shape()), table, launch)
+
+    def _batches(self, jobs: list[Job]) -> Iterator[_Batch]:
+        """Jobs alike as batches. Lines of a table start at multiples of 16 bytes, as kernels are compiled for.
+
+        To be captured, a batch is padded to one of few shapes. What is there too much is a job of slot 0 that has no
+        rows and keeps none."""
+        size, most = self.kv.page_size, len(jobs)
+        if self._graphs:
+            most = max(8, HEADS // self.kv.members.shape[1])
+        for some in (jobs[i : i + most] for i in range(0, len(jobs), most)):
+            num_jobs, num_dst = len(some), max(len(job.dst_pages) for job in some)
+            max_src, max_rows = max(job.num_src_pages for job in some) * size, max(job.num_rows for job in some)
+            if self._graphs:
+                num_jobs = 1 << (num_jobs - 1).bit_length()
+                max_src, max_rows = (-(-rows // ROUNDED) * ROUNDED for rows in (max_src, max_rows))
+            table = np.zeros(_even(num_jobs) * (COLUMNS + num_dst), np.int64)
+            lines = table[: _even(num_jobs) * COLUMNS].reshape(COLUMNS, -1)
+            dst = table[lines.size :].reshape(-1, num_dst)
+            for i, job in enumerate(some):
                 num_src = job.num_src_pages * size
                 rows = job.num_rows, job.num_tokens, job.window_slot
-                columns[:, i] = job.slot, job.group, job.first_page, num_src, *rows
+                lines[:, i] = job.slot, job.group, job.first_page, num_src, *rows
                 dst[i, : len(job.dst_pages)] = job.dst_pages
-            tables += [columns, dst]
-        moved = upload(tables, self._device)
-        batches = []
-        for i, jobs in enumerate(groups):
-            columns, dst = (moved[2 * i + part].view(tables[2 * i + part].shape) for part in (0, 1))
-            slots, of_groups, first_page, num_src, num_rows, num_tokens, window_slots = columns[:, : len(jobs)]
-            batches.append(
-                JobBatch(
-                    slots=slots,
-                    groups=of_groups,
-                    first_page=first_page,
-                    num_src=num_src,
-                    num_rows=num_rows,
-                    num_tokens=num_tokens,
-                    window_slots=window_slots,
-                    dst_pages=dst[: len(jobs)],
-                    dst_tier=jobs[0].dst_tier,
-                    max_src=max(job.num_src_pages for job in jobs) * size,
-                    max_rows=max(job.num_rows for job in jobs),
-                )
-            )
-        return batches
+            yield _Batch(some, table, num_jobs, num_dst, max_src, max_rows)
 
     def _run_batch(self, kv: KVView, jobs: JobBatch, policy: ScorePolicy, all_kept: bool) -> None:
         """Score, select and move the rows of one part of the view."""
@@ -184,7 +258,8 @@ class Compressor:
         for start in range(0, columns, tile):
             part = slice(start, min(start + tile, columns))
             if all_kept:
-                keep = torch.arange(num_src, device=self._device).expand(num_jobs, part.stop - part.start, num_src)
+                rows = jobs.dst_pages.shape[1] * kv.page_size
+                keep = torch.arange(rows, device=self._device).expand(num_jobs, part.stop - part.start, rows)
                 self.backend.compact(kv, jobs, part, keep, {})
                 continue
             ctx = self._context(kv, jobs, part, policy)

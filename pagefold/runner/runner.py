@@ -1,6 +1,7 @@
 """Executes step plans: the device tables, one forward pass, the draws, the compactions."""
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -8,13 +9,15 @@ from torch import Tensor
 
 from pagefold.backends.base import Backend, KVView
 from pagefold.backends.upload import upload
-from pagefold.core.types import SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
+from pagefold.core.types import Move, SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
 from pagefold.runner.compressor import Compressor
 from pagefold.runner.graphs import DecodeGraphs
 from pagefold.runner.inputs import batch_of, forward_inputs
 from pagefold.runner.model import Model
 from pagefold.runner.sampling import Draw, PromptRanks, StepSampler
 from pagefold.store.pagestore import PageStore
+
+logger = logging.getLogger("pagefold")
 
 RANKED_ROWS = 512  # of a prompt, whose logits are held at a time
 
@@ -26,12 +29,14 @@ class Launched:
     samples   as in the plan
     draw      of those that are not None
     ranks     {index of a chunk: log-probabilities of its part of a prompt, in slices}
+    failed    {slot: what went wrong} where the jobs of the step failed
     """
 
     step: int
     samples: list[SampleSpec | None]
     draw: Draw | None
     ranks: dict[int, list[PromptRanks]]
+    failed: dict[int, str] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         """Wait for the step and return what it drew."""
@@ -47,6 +52,7 @@ class Launched:
             ids,
             logprobs,
             {i: [entry for part in parts for entry in part.result()] for i, parts in self.ranks.items()},
+            self.failed,
         )
 
 
@@ -78,7 +84,7 @@ class ModelRunner:
         self.kv = kv
         self.host = host
         self.sampler = sampler
-        self.compressor = Compressor(backend, kv, model.scale, overlap=overlap)
+        self.compressor = Compressor(backend, kv, model.scale, overlap=overlap, graphs=True)
         self.graphs: DecodeGraphs | None = None
         self.device = kv.page_table.device
         self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=self.device)  # by slot
@@ -120,8 +126,16 @@ class ModelRunner:
                 hidden, last = hidden[rows], last[rows]
             draw = self.sampler.launch(self.model.logits(hidden), specs, last)
             self._drawn.index_copy_(0, slots, draw.ids.clamp(min=0))
-        self.compressor.run(plan.jobs, plan.policies)
-        return Launched(plan.step, plan.samples, draw, ranks)
+        return Launched(plan.step, plan.samples, draw, ranks, self._fold(plan))
+
+    def _fold(self, plan: StepPlan) -> dict[int, str]:
+        """Run the jobs. If they fail, say so for the slots that they are of: nobody else reads what they write."""
+        try:
+            self.compressor.run(plan.jobs, plan.policies)
+        except Exception as error:
+            logger.exception("compaction failed")
+            return {job.slot: f"compaction failed: {error}" for job in plan.jobs}
+        return {}
 
     def _rank(self, hidden: Tensor, targets: list[int], k: int) -> list[PromptRanks]:
         """Log-probabilities of a part of a prompt, a slice at a time: logits of a whole chunk would be gigabytes."""
@@ -151,5 +165,5 @@ class ModelRunner:
             ids = [torch.from_numpy(np.asarray(pages, np.int64)) for pages in (op.src_pages, op.dst_pages)]
             for kv, stores in zip(self.kv.parts, self.host, strict=True):
                 device, host = kv.tiers[op.tier], stores[op.tier]
-                src, dst = (device, host) if op.to_host else (host, device)
+                src, dst = host if op.move is Move.IN else device, host if op.move is Move.OUT else device
                 self.backend.copy_pages(src, ids[0], dst, ids[1])

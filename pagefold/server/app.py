@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 
@@ -42,6 +42,7 @@ Handler = Callable[[Request, B], Awaitable[Any]]
 
 ASK_S = 5.0  # for an answer of the engine that nobody's tokens wait for
 BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, AbortBody)
+KEEP_ALIVE_S = 75  # of an idle connection; longer than clients keep theirs, so that none is closed as it is taken
 DEAD_S = 2.0  # that the server goes on after its engine, so that probes and clients are told
 
 
@@ -80,29 +81,33 @@ async def read(request: Request, kind: type[B]) -> B:
     return await asyncio.to_thread(kind.model_validate_json, data)
 
 
-def _post(app: FastAPI, path: str, kind: type[B]) -> Callable[[Handler[B]], Handler[B]]:
-    """Decorator for a POST route whose handler takes the body as `kind`."""
+def _post(app: FastAPI, path: str, kind: type[B], streams: bool = False) -> Callable[[Handler[B]], Handler[B]]:
+    """Decorator for a POST route whose handler takes the body as `kind`, and may answer with a stream of events."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     extra = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    answers: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}} if streams else {}
 
     def register(handler: Handler[B]) -> Handler[B]:
         async def endpoint(request: Request) -> Any:
             return await handler(request, await read(request, kind))
 
-        app.post(path, name=handler.__name__, openapi_extra=extra, response_model=None)(endpoint)
+        app.post(path, name=handler.__name__, openapi_extra=extra, response_model=None, responses=answers)(endpoint)
         return handler
 
     return register
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the schemas of all bodies: these are read by the handlers, not by FastAPI."""
+    """The OpenAPI document, with the schemas of all bodies and of errors: FastAPI does not read or write these."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, schemas = models_json_schema(
             [(kind, "validation") for kind in BODIES], ref_template="#/components/schemas/{model}"
         )
-        document["components"] = {"schemas": schemas["$defs"]}
+        document["components"] = {"schemas": schemas["$defs"] | {"Error": errors.SCHEMA}}
+        failed = {"description": "An error", "content": {"application/json": {"schema": errors.SCHEMA_REF}}}
+        for operation in (operation for path in document["paths"].values() for operation in path.values()):
+            operation["responses"] = {"200": operation["responses"]["200"], "default": failed}
         app.openapi_schema = document
     return app.openapi_schema
 
@@ -111,11 +116,11 @@ def _describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _add_openai_routes(app: FastAPI, front: Front) -> None:
-    @_post(app, "/v1/chat/completions", ChatBody)
+    @_post(app, "/v1/chat/completions", ChatBody, streams=True)
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         return await front.answer(request, body, chat_job)
 
-    @_post(app, "/v1/completions", CompletionBody)
+    @_post(app, "/v1/completions", CompletionBody, streams=True)
     async def completions(request: Request, body: CompletionBody) -> Response:
         return await front.answer(request, body, completion_job)
 
@@ -162,19 +167,19 @@ def _add_tokenizer_routes(app: FastAPI, front: Front) -> None:
 def _add_state_routes(app: FastAPI, front: Front) -> None:
     client = front.client
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response)
     async def health() -> Response:
         if client.dead is not None:
             raise EngineDead(client.dead)
         return Response()
 
-    app.get("/ping", name="ping")(health)
+    app.get("/ping", name="ping", response_class=Response)(health)
 
     @app.get("/version")
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         stats = None
         with suppress(EngineDead, TimeoutError):
@@ -198,7 +203,7 @@ def _add_state_routes(app: FastAPI, front: Front) -> None:
 def _add_page(app: FastAPI, front: Front) -> None:
     page = (files("pagefold.server") / "static" / "ui.html").read_text(encoding="utf-8")
 
-    @app.get("/ui")
+    @app.get("/ui", response_class=HTMLResponse)
     async def ui() -> HTMLResponse:
         return HTMLResponse(page)
 
@@ -295,19 +300,20 @@ def make_server(app: FastAPI) -> uvicorn.Server:
     settings: ServerSettings = app.state.front.settings
     drain = math.ceil(settings.drain_timeout)
     options: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "server_header": False}
+    options["timeout_keep_alive"] = KEEP_ALIVE_S
     config = uvicorn.Config(app, timeout_graceful_shutdown=drain, root_path=settings.root_path, **options)
     return uvicorn.Server(config)
 
 
 def load_tokenizer(settings: ServerSettings, config: EngineConfig) -> Tokenizer | None:
-    """The tokenizer that the engine uses, with the template of `settings`; None for a dummy model that has none."""
+    """The tokenizer that the engine uses, with the template of `settings`; None for a model that has none."""
     from pagefold.models.sources import resolve
 
     source = resolve(config.model.model)
     tokenizer = None
     if config.model.tokenizer is not None:
         tokenizer = resolve(config.model.tokenizer).tokenizer()
-    elif config.model.load_format != "dummy" or source.has_tokenizer:
+    elif source.has_tokenizer:
         tokenizer = source.tokenizer()
     if settings.chat_template is not None:
         if tokenizer is None:

@@ -6,12 +6,14 @@ from typing import Any
 
 from pagefold.core.types import InputError
 from pagefold.models.tokenizer import Tokenizer
+from pagefold.server.deepseek_calls import CALLS_OPEN
 from pagefold.server.generation import Front, Job, grammar_of
 from pagefold.server.messages import Delta, Grammar
 from pagefold.server.protocol import ChatBody, Message, NamedTool, TemplateBody, Tool
 from pagefold.server.reasoning import CLOSE, OPEN, ReasoningSplitter, ends_thinking
 from pagefold.server.tokens import chat_logprobs, prompt_logprobs
-from pagefold.server.tools import CallDelta, ToolParser, call_grammar, choose_parser, make_parser
+from pagefold.server.tool_parsers import CallDelta, ToolParser
+from pagefold.server.tools import call_grammar, choose_parser, make_parser
 
 TAIL_TOKENS = 16  # of a prompt, enough to see whether it ends with `<think>`
 TEMPLATE_OWN = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "unk_token"})
@@ -62,7 +64,8 @@ async def render(
         if "reasoning_effort" not in (tokenizer.chat_template or ""):
             raise InputError("reasoning_effort", "this model's chat template has no such choice")
         variables["reasoning_effort"] = options.reasoning_effort
-    turns = [_for_template(message, i) for i, message in enumerate(messages)]
+    deepseek = CALLS_OPEN in (tokenizer.chat_template or "")
+    turns = [_for_template(message, i, deepseek) for i, message in enumerate(messages)]
     shown = [tool.model_dump(exclude_none=True) for tool in tools] if tools else None
     size = sum(len(message.content or "") for message in messages)
     return await front.in_thread(
@@ -73,10 +76,13 @@ async def render(
     )
 
 
-def _for_template(message: Message, index: int) -> dict[str, Any]:
-    """Templates want arguments as objects, reasoning under one name, and no role that is younger than they are."""
+def _for_template(message: Message, index: int, deepseek: bool) -> dict[str, Any]:
+    """Templates want arguments as objects, reasoning under one name, and no role that is younger than they are.
+
+    deepseek   theirs want arguments as JSON text, and calls without content to have none
+    """
     turn = message.model_dump(exclude_none=True)
-    turn.setdefault("content", "")
+    turn.setdefault("content", None if deepseek and message.tool_calls else "")
     if message.role == "developer":
         turn["role"] = "system"
     if reasoning := turn.pop("reasoning", None):
@@ -84,10 +90,11 @@ def _for_template(message: Message, index: int) -> dict[str, Any]:
     for k, call in enumerate(turn.get("tool_calls", ())):
         arguments = call["function"].get("arguments") or {}
         try:
-            call["function"]["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except ValueError:
             field = f"messages[{index}].tool_calls[{k}].function.arguments"
             raise InputError(field, "is not JSON") from None
+        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False) if deepseek else arguments
     return turn
 
 

@@ -22,6 +22,15 @@ TYPES = {
     499: "request_cancelled",
 }
 
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_FIELDS = {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"error": {"type": "object", "properties": _FIELDS, "required": list(_FIELDS)}},
+    "required": ["error"],
+}
+SCHEMA_REF = {"$ref": "#/components/schemas/Error"}
+
 
 class ApiError(Exception):
     """What goes wrong with one call of the API.

@@ -6,7 +6,6 @@ body -> Job (prompts as ids, sampling, one Choice per continuation) -> engine ->
 import asyncio
 import dataclasses
 import json
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -19,7 +18,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pagefold.core.types import InputError, SamplingParams
-from pagefold.engine.grammar import FIELDS
+from pagefold.engine.grammar import FIELDS, form_of
 from pagefold.models.tokenizer import Tokenizer
 from pagefold.server.client import EngineClient, EngineDead
 from pagefold.server.errors import ApiError, as_api_error
@@ -150,7 +149,7 @@ class Front:
     def sampling(self, body: GenerationBody, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         """Fields of `SamplingParams`, the model's defaults filled in. Raises InputError for one out of range."""
         asked = {f.name: getattr(body, f.name, None) for f in dataclasses.fields(SamplingParams)}
-        asked |= {"logprobs": logprobs}
+        asked |= {"logprobs": logprobs, "structured_outputs": None}  # forms have many fields: see `grammar_of`
         defaults = self.client.facts["defaults"] if self.settings.generation_config == "auto" else {}
         values = defaults | {k: v for k, v in asked.items() if v is not None}
         values["max_tokens"] = max_tokens
@@ -309,7 +308,7 @@ def grammar_of(body: GenerationBody) -> tuple[str, Grammar] | None:
                 *(("json_object", "json_object"), ("structural_tag", "structural_tag")),
             )
         ]
-    asked += [(field, _from_way(field, way, value)) for field, way, value in ways if value not in (None, False)]
+    asked += [(field, Grammar(*form_of(field, way, value))) for field, way, value in ways if value not in (None, False)]
     if len(asked) > 1:
         raise InputError(asked[1][0], f"cannot be combined with {asked[0][0]}: only one can say what the answer is")
     return asked[0] if asked else None
@@ -324,16 +323,3 @@ def _from_response_format(asked: ResponseFormat) -> Grammar:
     if value is None:
         raise InputError(f"response_format.{asked.type}", f"is missing, and the type is {asked.type}")
     return Grammar(asked.type, value if isinstance(value, str) else json.dumps(value.schema_))
-
-
-def _from_way(field: str, way: str, value: Any) -> Grammar:
-    match way:
-        case "json":
-            return Grammar("json_schema", value if isinstance(value, str) else json.dumps(value))
-        case "choice":
-            if not value:
-                raise InputError(field, "is empty: there must be at least one choice")
-            return Grammar("regex", "|".join(map(re.escape, value)))
-        case "json_object":
-            return Grammar("json_object", "")
-    return Grammar(way, value)

@@ -74,6 +74,7 @@ class Delta(Struct, omit_defaults=True):
                         bytes, peak_bytes, preemptions
     prompt_logprobs     of the whole prompt, the first token's None: in the first delta of continuation 0
     num_cached_tokens   tokens of the prompt that were in the prefix cache
+    queue_s, prefill_s  seconds it waited for its first step, and from then to its first token: in its first delta
     last                every continuation of the request has ended: nothing more will come
     """
 
@@ -88,6 +89,8 @@ class Delta(Struct, omit_defaults=True):
     kv: dict[str, Any] | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
+    queue_s: float | None = None
+    prefill_s: float | None = None
     last: bool = False
 
 

@@ -2,10 +2,17 @@
 
 import time
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from pagefold.server.messages import Delta
@@ -56,6 +63,8 @@ class Metrics:
         self._per_token = histogram("request_time_per_output_token_seconds", "Mean of a continuation.", BETWEEN)
         self._total = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LONG)
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", LONG)
+        self._queue = histogram("request_queue_time_seconds", "From arrival in the engine to the first step.", LONG)
+        self._prefill = histogram("request_prefill_time_seconds", "From the first step to the first token.", LONG)
         self._prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
         self._output_tokens = histogram("request_generation_tokens", "Tokens of a continuation.", TOKENS)
         self._policies = Counter(
@@ -68,6 +77,9 @@ class Metrics:
 
     def observe(self, timeline: Timeline, delta: Delta) -> None:
         """A continuation got a delta. Tokens that come together share the time since those before."""
+        if delta.queue_s is not None and delta.prefill_s is not None:
+            self._queue.observe(delta.queue_s)
+            self._prefill.observe(delta.prefill_s)
         count = len(delta.token_ids)
         if count:
             now = time.perf_counter() - timeline.start
@@ -128,8 +140,35 @@ class _EngineStats(Collector):
         for reason, count in stats["finished"].items():
             ended.add_metric([self._model, reason], count)
         yield ended
+        yield self._reasons_to_wait(stats)
+        yield self._step_tokens(stats["step_tokens"])
+        spent = SummaryMetricFamily(
+            f"{self._prefix}:kv_compaction_seconds", "Time of a step's compactions.", labels=["model_name"]
+        )
+        spent.add_metric([self._model], stats["compaction"]["runs"], stats["compaction"]["seconds"])
+        yield spent
         pages = {"num_gpu_blocks": str(stats["kv"][0]["total"]), "block_size": str(stats["page_size"])}
         yield InfoMetricFamily(f"{self._prefix}:cache_config", "How the KV cache is cut.", pages)
+
+    def _reasons_to_wait(self, stats: Mapping[str, Any]) -> Any:
+        metric = GaugeMetricFamily(
+            f"{self._prefix}:num_requests_waiting_by_reason",
+            "Continuations that wait: for room, for their compiled grammar, or to be swapped in.",
+            labels=["model_name", "reason"],
+        )
+        compiling = stats["compiling"]
+        reasons = {"room": stats["waiting"] - compiling, "grammar": compiling, "swapped": stats["swapped"]}
+        for reason, count in reasons.items():
+            metric.add_metric([self._model, reason], count)
+        return metric
+
+    def _step_tokens(self, counted: Mapping[str, Any]) -> Any:
+        bounds = [*(str(float(bound)) for bound in counted["bounds"]), "+Inf"]
+        metric = HistogramMetricFamily(
+            f"{self._prefix}:iteration_tokens_total", "Tokens that a step computes.", labels=["model_name"]
+        )
+        metric.add_metric([self._model], list(zip(bounds, accumulate(counted["counts"]), strict=True)), counted["sum"])
+        return metric
 
 
 def _gauges(stats: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
@@ -157,6 +196,9 @@ def _counters(stats: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     yield "preempted_tokens_lost", "Tokens to be computed again after that.", stats["tokens_lost"]
     yield "kv_compactions", "Compactions of requests' rows.", stats["folds"]
     yield "kv_evicted_tokens", "Rows per head that compactions dropped.", stats["rows"]["evicted"]
+    freed, copied = (stats["compaction"][name] for name in ("pages_freed", "pages_copied"))
+    yield "kv_blocks_freed_by_eviction", "Pages that compactions gave back, less those of the copies.", freed
+    yield "kv_cow_copies", "Pages that compactions copied and others, or the prefix cache, still need.", copied
     yield "num_steps", "Steps of the engine.", stats["steps"]
     yield "step_seconds", "Time spent in them.", stats["step_seconds"]
     yield "requests_refused", "Requests that the engine could not serve.", stats["refused"]

@@ -64,8 +64,9 @@ class _Seen:
 
 @dataclass
 class _Open:
-    """A request that the engine serves. `output` is known from its first result on."""
+    """A request that the engine serves, which came at `since`. `output` is known from its first result on."""
 
+    since: float
     seen: list[_Seen]
     output: RequestOutput | None = None
 
@@ -77,7 +78,7 @@ class _Compiling:
     request: Request
     kind: str
     matcher: "Future[Matcher]"
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=time.perf_counter)
 
 
 class EngineServer:
@@ -93,6 +94,7 @@ class EngineServer:
         self._open: dict[str, _Open] = {}
         self._compiling: dict[str, _Compiling] = {}
         self._counters = Counters()
+        self._now = 0.0  # when the last step was over
         self._draining: list[int] = []  # questions to answer when all requests have ended
         self._send = lambda message: socket.send(encode(message))
 
@@ -148,7 +150,7 @@ class EngineServer:
         sampling = SamplingParams(**wanted.sampling)
         request = Request(wanted.id, tuple(wanted.prompt), sampling, wanted.priority, wanted.cache_salt)
         if wanted.grammar is None:
-            self._add(request, None)
+            self._add(request, None, time.perf_counter())
             return
         kind = wanted.grammar.kind
         if self._compiler is None:
@@ -156,18 +158,18 @@ class EngineServer:
         compiling = self._compiler.submit(kind, wanted.grammar.text)
         self._compiling[request.id] = _Compiling(request, kind, compiling)
 
-    def _add(self, request: Request, matcher: Matcher | None) -> None:
+    def _add(self, request: Request, matcher: Matcher | None, since: float) -> None:
         self.engine.add(request, grammar=matcher)
-        self._open[request.id] = _Open([_Seen() for _ in range(request.sampling.n)])
+        self._open[request.id] = _Open(since, [_Seen() for _ in range(request.sampling.n)])
 
     def _add_compiled(self) -> None:
         for id, waiting in list(self._compiling.items()):
-            if not waiting.matcher.done() and time.monotonic() - waiting.since <= COMPILE_S:
+            if not waiting.matcher.done() and time.perf_counter() - waiting.since <= COMPILE_S:
                 continue
             del self._compiling[id]
             with self._refusing(id):
                 if waiting.matcher.done():
-                    self._add(waiting.request, waiting.matcher.result())
+                    self._add(waiting.request, waiting.matcher.result(), waiting.since)
                     continue
                 waiting.matcher.cancel()
                 raise InputError(FIELDS.get(waiting.kind, "response_format"), f"takes over {COMPILE_S:g} s to compile")
@@ -210,8 +212,7 @@ class EngineServer:
                 case "pool":
                     value = pool_map(self.engine)
                 case "reset_prefix_cache":
-                    if self.engine.manager.prefix:
-                        self.engine.manager.prefix.clear()
+                    self.engine.manager.forget_all()
                 case _:
                     raise ValueError(f"{what!r} is no question")
         except Exception as error:  # a question must not end the requests
@@ -222,7 +223,7 @@ class EngineServer:
     # ---- to the front
 
     def _step(self) -> None:
-        start = time.perf_counter()
+        start, planned = time.perf_counter(), self.engine.scheduler.stats.tokens
         try:
             outputs = self.engine.step()
         except Exception as error:
@@ -231,8 +232,8 @@ class EngineServer:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # raises if the device is beyond repair
             return
-        self._counters.last_step_seconds = time.perf_counter() - start
-        self._counters.step_seconds += self._counters.last_step_seconds
+        self._now = time.perf_counter()
+        self._counters.count_step(self._now - start, self.engine.scheduler.stats.tokens - planned)
         if outputs:
             self._send(Deltas([delta for output in outputs for delta in self._deltas(output)]))
 
@@ -249,6 +250,8 @@ class EngineServer:
             if seen.ended or not (new or choice.finish_reason):
                 continue
             delta = Delta(id, choice.index, choice.text[seen.chars :], new, num_cached_tokens=output.num_cached_tokens)
+            if seen.tokens == 0 and choice.started is not None:
+                delta.queue_s, delta.prefill_s = choice.started - entry.since, self._now - choice.started
             if choice.logprobs is not None:
                 delta.logprobs = [_as_logprobs(entry) for entry in choice.logprobs[seen.tokens :]]
             if seen.tokens == 0 and choice.index == 0 and output.prompt_logprobs is not None:

@@ -133,7 +133,9 @@ class GenerationBody(Body):
 
     kv_eviction: str | None = None
     kv_budget: int | None = None
+    kv_budget_ratio: Number | None = None
     kv_evict_when: str | None = None
+    kv_keep_turns: bool | None = None
 
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""

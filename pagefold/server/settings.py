@@ -13,7 +13,7 @@ from pagefold.core.types import InputError
 
 API_KEY_VARIABLE = "PAGEFOLD_API_KEY"
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "none")
-TOOL_PARSERS = ("hermes", "llama3_json")
+TOOL_PARSERS = ("hermes", "llama3_json", "deepseek_v3", "deepseek_v31")
 GENERATION_CONFIGS = ("auto", "none")
 
 

@@ -1,5 +1,6 @@
 """What there is to know of a running engine, as plain data for metrics, the page and the start-up table."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pagefold.engine.sequence import Sequence
 from pagefold.kv.state import COLD, HOT, KVState
 
 TIERS = ("hot", "cold")
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # bounds of a histogram, as vLLM's
 FREE, IDLE, OWNED, SHARED, COLD_PAGE, FOLDING = range(6)
 
 
@@ -23,6 +25,7 @@ class Counters:
 
     finished      continuations by finish reason; "error" for those that failed
     rows_kept, rows_evicted   rows per head of finished continuations
+    by_step_tokens   steps by the first bound of `STEP_TOKENS` that the tokens they computed do not exceed
     """
 
     prompt_tokens: int = 0
@@ -35,6 +38,14 @@ class Counters:
     rows_kept: float = 0.0
     rows_evicted: float = 0.0
     compactions: int = 0
+    by_step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+
+    def count_step(self, seconds: float, tokens: int) -> None:
+        """A step took so long, and one of so many tokens was planned; 0: none was."""
+        self.last_step_seconds = seconds
+        self.step_seconds += seconds
+        if tokens:
+            self.by_step_tokens[bisect_left(STEP_TOKENS, tokens)] += 1
 
     def count_end(self, choice: CompletionOutput) -> None:
         self.finished["error" if choice.error else choice.finish_reason or "abort"] += 1
@@ -49,6 +60,8 @@ def engine_stats(engine: Engine, counters: Counters, compiling: int) -> dict[str
     running, waiting, swapped, compiling   continuations; those whose grammar is compiled wait, too, and count in both
     kv          per tier: pages held, idle (held by the prefix cache alone) and total, bytes of one
     live        tokens and rows of those that run: `tokens` seen, `rows_kept` of them
+    compaction  steps with jobs of folding, the seconds these took; pages they freed, and copied for others' sake
+    step_tokens   steps by the tokens they computed: one count a bound, one above all, and the tokens of all steps
     requests    what runs or is swapped out, one by one
     """
     scheduler, manager = engine.scheduler, engine.manager
@@ -57,6 +70,7 @@ def engine_stats(engine: Engine, counters: Counters, compiling: int) -> dict[str
     requests = _describe(live, manager.geometry.bytes_per_page)
     tokens, kept = (sum(request[name] for request in requests) for name in ("rows_seen", "rows_kept"))
     done, stats = counters, scheduler.stats
+    num_runs, spent = engine.runner.compressor.spent()
     return {
         "running": len(scheduler.running),
         "waiting": len(waiting) + compiling,
@@ -83,10 +97,17 @@ def engine_stats(engine: Engine, counters: Counters, compiling: int) -> dict[str
         "swaps": stats.swaps,
         "tokens_lost": stats.tokens_lost,
         "folds": stats.folds,
+        "compaction": {
+            "runs": num_runs,
+            "seconds": spent,
+            "pages_freed": manager.pages_freed,
+            "pages_copied": manager.pages_copied,
+        },
         "live": {"tokens": tokens, "rows_kept": kept},
         "rows": {"kept": done.rows_kept + kept, "evicted": done.rows_evicted + tokens - kept},
         "tokens": {"prompt": done.prompt_tokens, "cached": done.cached_tokens, "generated": done.generated_tokens},
         "steps": stats.steps,
+        "step_tokens": {"bounds": list(STEP_TOKENS), "counts": list(done.by_step_tokens), "sum": stats.tokens},
         "step_seconds": done.step_seconds,
         "last_step_seconds": done.last_step_seconds,
         "finished": dict(done.finished),

@@ -22,7 +22,14 @@ from pagefold.backends.torch_ops import TorchOps, split_heads
 from pagefold.backends.triton import backend as module
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.layer_ops import append_tile
-from pagefold.backends.triton.plan import DecodeShape, next_power_of_2, plan_batch, tile_tokens
+from pagefold.backends.triton.plan import (
+    DecodeShape,
+    least_rows,
+    next_power_of_2,
+    num_splits,
+    plan_batch,
+    tile_tokens,
+)
 from pagefold.store.format import FORMATS, Plane, parse_format
 from tests.backend.cases import (
     LAYOUTS,
@@ -115,6 +122,13 @@ def test_attention_whatever_the_splits(hot, cold, min_rows, programs):
     q = new_queries(view, case, batch)
     shape = DecodeShape(tile=16, warps=1, stages=1, programs=programs, min_rows=min_rows)
     close(TritonBackend(shape).attend(view, 2, q, batch, 0.3), Reference().attend(view, 2, q, batch, 0.3))
+
+
+@pytest.mark.parametrize("programs, max_rows, splits", [(8, 200, 3), (8, 4096, 64), (8, 10**6, 125), (512, 4096, 2)])
+def test_few_heads_are_split_into_single_tiles(programs, max_rows, splits):
+    shape = DecodeShape(tile=64, warps=4, stages=2, programs=1000, min_rows=256)
+    assert num_splits(shape, programs, max_rows) == splits
+    assert least_rows(shape, programs) == (64 if programs == 8 else 256)
 
 
 @interpreted

@@ -77,7 +77,6 @@ def test_crowding(hot, cold, threshold):
 @interpreted
 @pytest.mark.parametrize("block", [40, None])
 def test_crowding_of_many_tiles(monkeypatch, block):
-    monkeypatch.setattr(module, "WHOLE_BLOCK", 16)
     monkeypatch.setattr(module, "TILE", 32)
     case = Case("uniform", "int4", None, (70, 90), head_dim=32, num_window=1)
     view = make_view(case)

@@ -26,7 +26,7 @@ TIERS = [
 ]
 KERNELS = {
     backend: ("rotate_window", "window_sums", "window_weights"),
-    compaction: ("compare_rows", "select_best"),
+    compaction: ("row_lengths", "compare_rows", "select_best"),
     rows: ("read_rows", "read_states", "move_rows"),
 }
 
@@ -54,10 +54,11 @@ def launches_of(monkeypatch, hot: str, cold: str | None) -> list[Launch]:
 
 @pytest.mark.parametrize("hot, cold", TIERS)
 def test_a_fold_is_few_launches(monkeypatch, hot, cold):
-    """Two passes of window attention, state, crowding, selection, moving; crowding of all rows is two passes."""
+    """Two passes of window attention, state, lengths, crowding, selection, moving."""
     names = [launch.kernel.__name__ for launch in launches_of(monkeypatch, hot, cold)]
-    tiers, whole = 1 + bool(cold), 1 if cold is None and hot != "fp32" else 2
-    assert names.count("compare_rows") == whole + 2
+    tiers = 1 + bool(cold)
+    assert names.count("compare_rows") == 2
+    assert names.count("row_lengths") == (0 if cold else 2)
     assert names.count("rotate_window") == int("int4" in (hot, cold))
     assert names.count("window_sums") == names.count("window_weights") == tiers
     assert [names.count(name) for name in ("read_states", "select_best", "move_rows")] == [1, 1, 1]

@@ -1,5 +1,8 @@
 """The offline API: what may be passed, what comes back, and what is refused and how."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -272,6 +275,46 @@ def test_stop_ids_and_eos_ids_end_the_text_and_say_which():
     assert by_id.text == TOKENIZER.decode(whole[:at])
     (by_eos,) = alone(prompt_of(9), greedy(12, ignore_eos=False), eos=(EOS, stop)).outputs
     assert (by_eos.finish_reason, by_eos.stop_reason, by_eos.token_ids) == ("stop", None, whole[: at + 1])
+
+
+def test_structured_outputs_make_the_text_and_leave_the_others_alone():
+    pytest.importorskip("llguidance")
+    llm = tiny_llm()
+    how = {"temperature": 1.0, "seed": 3, "max_tokens": 40}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    forms = [{"regex": "[0-9]{3}"}, {"json": schema}, {"choice": ["yes", "no"]}, {"grammar": 'start: "so" "so"'}, None]
+    params = [SamplingParams(structured_outputs=form, **how) for form in forms]
+    texts = [output.outputs[0].text for output in llm.generate([[1, 2, 3]] * 5, params, use_tqdm=False)]
+    assert re.fullmatch("[0-9]{3}", texts[0])
+    assert json.loads(texts[1])["a"] in (True, False)
+    assert texts[2] in ("yes", "no") and texts[3] == "soso"
+    assert texts[4] == llm.generate([1, 2, 3], params[4], use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.mark.parametrize(
+    ("form", "match"),
+    [
+        ({"regex": "("}, "structured_outputs.regex: does not compile"),
+        ({"json": {"type": "strin"}}, "structured_outputs.json: "),
+        ({"choice": []}, "structured_outputs.choice: is empty"),
+        ({"choice": [1]}, "structured_outputs.choice: .* a list of texts"),
+        ({"json_object": "yes"}, "structured_outputs.json_object: .* true"),
+    ],
+)
+def test_a_form_that_makes_no_sense_is_refused_and_starts_nothing(form, match):
+    pytest.importorskip("llguidance")
+    llm = tiny_llm()
+    with pytest.raises(InputError, match=match):
+        llm.generate([[1], [2]], [SamplingParams(), SamplingParams(structured_outputs=form)], use_tqdm=False)
+    assert not llm.engine.has_work
+
+
+def test_a_form_is_never_dropped_on_the_way():
+    with pytest.raises(InputError, match="structured_outputs: .* one of json, regex"):
+        SamplingParams(structured_outputs={"regexp": "a"})
+    with pytest.raises(InputError, match="structured_outputs: needs its grammar compiled"):
+        tiny_engine().add(Request("a", (1,), SamplingParams(structured_outputs={"regex": "a"})))
 
 
 def test_lower_priority_values_run_first():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagefold.bench import gaps, throughput
+from pagefold.bench import gaps, measure, throughput
 from pagefold.bench.charts import timeline_chart
 from pagefold.bench.export import export_hf
 from pagefold.bench.peers import PeerHome, PeerResult, Workload
@@ -138,6 +138,10 @@ def test_a_case_on_a_cpu_fixes_the_precision_and_leaves_peers_their_settings(mod
         (["throughput", "--users", "3"], ["users", "long"]),
         (["throughput", "--workload", "long", "--num-requests", "3"], ["num_requests", "--users"]),
         (["throughput", "--workload", "nano", "--num-requests", "0", "--backend", "cpu"], ["num_requests", "got 0"]),
+        (["throughput", "--chart", "c.png"], ["chart", "--ablate"]),
+        (["throughput", "--suite", "cpu", "--ablate"], ["suite", "--ablate"]),
+        (["throughput", "--ablate", "--sweep-output-len", "4"], ["not allowed with"]),
+        (["throughput", "--samples", "0", "--backend", "cpu"], ["samples", "got 0"]),
         (["throughput", "--workload", "nano", "--suite", "cpu"], ["--suite", "not allowed with", "--workload"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -161,19 +165,21 @@ def test_kernels_without_a_device_say_so(kernels, monkeypatch):
 
 def test_full_cache_is_measured_and_checked(options):
     work = random_workload(3, 40, 20, 256)
-    result = throughput.measure("full", options, work)
+    result = measure.measure("full", options, work)
     assert result.ok and result.output_tokens == 60
     assert result.tok_s == pytest.approx(60 / result.wall_s)
     assert 0 < result.ttft_s <= result.wall_s and result.tpot_s > 0
     assert result.rows_kept == result.rows_seen == 3 * 59
     assert result.peak_running == 3 and result.preemptions == 0
+    assert 0 < result.mean_running <= 3 and 0 < result.step_s < result.wall_s
+    assert result.folds == result.compaction_s == result.rows_evicted == 0
     assert result.peak_pages == 3 * 4 and result.num_pages == 64
     assert result.peak_rss_bytes > 1e8
 
 
 def test_prefill_is_told_from_decode(options):
     work = dataclasses.replace(random_workload(3, 40, 20, 256), prefill_apart=True, temperature=0.6)
-    result = throughput.measure("full", options | {"enable_prefix_caching": False}, work)
+    result = measure.measure("full", options | {"enable_prefix_caching": False}, work)
     assert result.ok and 0 < result.prefill_s < result.wall_s
     assert result.decode_tok_s == pytest.approx(57 / (result.wall_s - result.prefill_s))
 
@@ -182,7 +188,7 @@ def test_kv_memory_is_accounted_for(options):
     """State of scorers and padding's page take their part of what was asked for."""
     del options["num_pages"]
     work, options = random_workload(1, 20, 4, 256), options | {"kv_cache_memory_bytes": 1 << 20}
-    full = throughput.measure("full", options, work)
+    full = measure.measure("full", options, work)
     assert full.kv_bytes == 1 << 20
     assert (
         full.kv_row_bytes == full.num_pages * 16 * 2 * 2 * 2 * 16 * 4
@@ -207,22 +213,24 @@ def test_a_case_without_weights_hands_its_config_to_peers(options, tmp_path, mon
     assert keywords == {"device": "cuda", "options": {"load_format": "dummy"}}
     (report,) = json.loads(path.read_text())
     assert report["peers"][0]["preemptions"] == 2 and report["pagefold"][0]["kv_row_bytes"] > 0
-    table = throughput.results_table(case, [throughput.EngineResult("full", rows_seen=1), peer], 1)
+    table = throughput.results_table(case, [measure.EngineResult("full", rows_seen=1), peer], 1)
     headers = [column.header for column in table.columns]
     assert "decode tok/s" in headers and "prefill s" not in headers and headers[-1] == "x vllm"
 
 
 def test_folding_keeps_few_rows_and_a_small_pool_preempts(options):
     work = random_workload(6, 40, 60, 256)
-    folded = throughput.measure("folded", options | {"kv_eviction": "recency", "kv_budget": 32}, work)
+    folded = measure.measure("folded", options | {"kv_eviction": "recency", "kv_budget": 32}, work)
     assert folded.ok and folded.rows_kept <= 6 * 48 and folded.rows_seen == 6 * 99
-    crowded = throughput.measure("crowded", options | {"num_pages": 20}, work)
+    assert folded.rows_evicted >= 6 * 48 and folded.folds >= 6 * 3
+    assert 0 < folded.compaction_s < folded.wall_s
+    crowded = measure.measure("crowded", options | {"num_pages": 20}, work)
     assert crowded.ok and crowded.preemptions > 0 and crowded.peak_pages <= 20
 
 
 def test_a_wrong_first_token_is_caught(options, monkeypatch):
     """The batch's outputs are compared with those of the same prompts alone."""
-    serve, calls = throughput.serve, []
+    serve, calls = measure.serve, []
 
     def bent(engine, prompts, params, salt=""):
         served = serve(engine, prompts, params, salt)
@@ -231,27 +239,27 @@ def test_a_wrong_first_token_is_caught(options, monkeypatch):
             served.outputs[1].outputs[0].token_ids[2] ^= 1
         return served
 
-    monkeypatch.setattr(throughput, "serve", bent)
-    result = throughput.measure("full", options, random_workload(3, 10, 6, 256))
+    monkeypatch.setattr(measure, "serve", bent)
+    result = measure.measure("full", options, random_workload(3, 10, 6, 256))
     assert "request 1" in result.note and calls == ["warm-up", "", "alone-0", "alone-1"]
 
 
 def test_a_process_of_its_own_gives_the_same_tokens(options):
     work = random_workload(2, 10, 6, 256)
-    apart = throughput.run_engine("full", options, work, threads=1)
-    here = throughput.measure("full", options, work)
+    apart = measure.run_engine("full", options, work, threads=1)
+    here = measure.measure("full", options, work)
     assert apart.ok and [list(ids) for ids in apart.outputs] == [list(ids) for ids in here.outputs]
 
 
 def test_an_engine_that_cannot_run_is_a_note(options):
-    result = throughput.run_engine("bad", options | {"num_pages": 2}, random_workload(1, 100, 4, 256), threads=1)
+    result = measure.run_engine("bad", options | {"num_pages": 2}, random_workload(1, 100, 4, 256), threads=1)
     assert not result.ok and "prompt" in result.note
 
 
 @pytest.mark.parametrize("failed", ["engine", "peer", "nobody"])
 def test_no_ratio_without_a_sound_result_on_both_sides(failed):
     case = Case("t", Workload([[1, 2]], [4]), "float32", {"full": {}})
-    ours = throughput.EngineResult("full", tok_s=30.0, wall_s=1.0, rows_kept=1, rows_seen=1)
+    ours = measure.EngineResult("full", tok_s=30.0, wall_s=1.0, rows_kept=1, rows_seen=1)
     peer = PeerResult("transformers", tok_s=10.0, wall_s=3.0)
     if failed == "engine":
         ours = dataclasses.replace(ours, note="request 0 got 3 tokens of 4")
@@ -407,6 +415,6 @@ def test_rope_that_no_config_can_say_is_refused(model_dir, tmp_path):
 
 
 def test_a_chart_is_a_picture(tmp_path):
-    samples = [throughput.Sample(0.1 * i, 3 - i % 3, i % 2, 5 * i) for i in range(1, 9)]
+    samples = [measure.Sample(0.1 * i, 3 - i % 3, i % 2, 5 * i) for i in range(1, 9)]
     timeline_chart(tmp_path / "chart.png", "title", {"a": samples, "b": samples[:3]}, {"a": 50, "b": 60})
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

@@ -14,6 +14,7 @@ from pagefold.bench.peers import PeerHome
 from pagefold.cli import main
 from pagefold.core.types import InputError, Request
 from pagefold.engine.scheduler import Stats
+from pagefold.kv.bounds import fits_requests
 from pagefold.kv.state import HOT
 from tests.engine.tiny import assert_drained, drain, greedy, tiny_engine
 from tests.engine.tiny import prompt_of as some_prompt
@@ -52,7 +53,7 @@ def test_the_capacity_is_what_runs_to_its_end_without_a_preemption(num_pages, op
     prompt_len, output_len = 30, 80
     options = {"kv_format": format, "num_pages": num_pages, "enable_prefix_caching": False, **options}
     engine = tiny_engine(**options)
-    most = engine.manager.fits_requests(engine.policies.default, prompt_len, prompt_len + output_len - 1)
+    most = fits_requests(engine.manager.geometry, engine.policies.default, prompt_len, prompt_len + output_len - 1)
     assert 2 <= most < 8
     for users in (most, most + 1):
         engine.scheduler.stats = stats = Stats()

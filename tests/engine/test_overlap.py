@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagefold.core.types import Job, Request, ScorePolicy, SwapOp, TableEdits
+from pagefold.core.types import Job, Move, Request, ScorePolicy, SwapOp, TableEdits
 from pagefold.engine.engine import Engine
 from pagefold.runner.compressor import Compressor
 from tests.engine.tiny import assert_drained, greedy, prompt_of, tiny_engine
@@ -111,6 +111,6 @@ def test_whoever_gets_a_page_waits_for_the_job_that_writes_it(pages, slot, swapp
         late.run([Job(owner, 0, 0, 5, 20, 20, 12, np.array(dst, np.int32), 0, 1, 0)], [])
     edits = np.array([[4, 0, 5, page] for page in pages], np.int32)
     lengths = np.array([[slot, 0, 4, 0]], np.int32)
-    swap = SwapOp(0, to_host, np.array(swapped, np.int32), np.array(swapped, np.int32))
+    swap = SwapOp(0, Move.OUT if to_host else Move.IN, np.array(swapped, np.int32), np.array(swapped, np.int32))
     late.before_edits(TableEdits(edits, lengths), [swap])
     assert len(ran) == waits

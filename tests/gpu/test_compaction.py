@@ -74,6 +74,33 @@ def test_jobs_of_a_batch_keep_what_they_keep_alone(hot, cold, scorer):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("hot, cold", [("bf16", None), ("int4", None), ("bf16", "int4")])
+@pytest.mark.parametrize("scorer", ["zipage", "keydiff"])
+def test_captured_jobs_keep_what_others_do(scorer, hot, cold, overlap):
+    """To the last byte, at the first run, which is eager, at the second, which is captured, and at a replay with other
+    jobs of the same shape."""
+    case = Case("mixed", hot, cold, LENGTHS, 16, 4, 128, num_window=16, dtype=torch.bfloat16, state=STATE)
+    first = make_view(case)
+    repeat_keys(first)
+    jobs, policies = fold_jobs(first, case, case.two_tiers), [ScorePolicy(scorer, 0, 16)]
+    plain, view = moved(first), moved(first)
+    captured = Compressor(TritonBackend(), view, 128**-0.5, overlap=overlap, graphs=True)
+    for number in range(4):
+        some = jobs[::-1] if number == 3 else jobs
+        for store, before in zip((*plain.tiers, *view.tiers), (*first.tiers, *first.tiers), strict=True):
+            for name, plane in store.planes.items():
+                plane.copy_(before.planes[name])
+        Compressor(TritonBackend(), plain, 128**-0.5).run(some, policies)
+        captured.run(some, policies)
+        torch.cuda.synchronize()
+        truth = bytes_of(moved(plain, "cpu"))
+        for name, found in bytes_of(moved(view, "cpu")).items():
+            assert torch.equal(found, truth[name]), (number, name)
+    assert captured._graphs is not None
+    assert captured._graphs._graphs
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("scorer", SCORERS.names())
 def test_no_job_waits_for_the_device(scorer, overlap):
     case = Case("mixed", "bf16", "int4", LENGTHS, 16, 4, 128, num_window=16, dtype=torch.bfloat16, state=STATE)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.backends.triton.sampling import draw
-from pagefold.runner.device_sampler import BLOCK, DeviceSampler
+from pagefold.runner.device_sampler import BLOCK, DeviceSampler, _Habit
 from pagefold.runner.sampler import Sampler
 from tests.backend.test_device_sampler import (
     assert_drawn_from,
@@ -130,7 +130,8 @@ def test_draws_of_256_rows_take_half_a_millisecond_at_most(name, sampler, capsys
 
 
 def device_seconds(sampler: DeviceSampler, x: torch.Tensor, specs: list) -> float:
-    rules = torch.from_numpy(sampler._rules([], specs)).cuda()
+    habits = [sampler._habits.of(s.params, lambda s=s: _Habit.make(s, VOCAB)) for s in specs]
+    rules = torch.from_numpy(sampler._rules([], specs, habits)).cuda()
     run = lambda: draw(x, sampler._unedited, rules, sampler._salts, BLOCK)  # noqa: E731
     run()
     torch.cuda.synchronize()

@@ -23,7 +23,8 @@ class Stats(defaultdict):
         super().__init__(lambda: 1)
         self["kv"] = [defaultdict(lambda: 1)]
         self["finished"] = {"stop": 1}
-        for name in ("live", "rows", "tokens", "prefix_cache"):
+        self["step_tokens"] = {"bounds": [1], "counts": [1, 1], "sum": 2}
+        for name in ("live", "rows", "tokens", "prefix_cache", "compaction"):
             self[name] = defaultdict(lambda: 1)
 
 

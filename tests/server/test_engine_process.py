@@ -40,7 +40,7 @@ from pagefold.server.messages import (
     encode,
 )
 from pagefold.server.process import EngineServer
-from pagefold.server.stats import pool_map
+from pagefold.server.stats import STEP_TOKENS, Counters, engine_stats, pool_map
 from tests.engine.tiny import BOS, EOS, assert_drained, prompt_of, tiny_engine, tiny_tokenizer
 from tests.model_dir import write_model_dir
 
@@ -470,6 +470,40 @@ def test_a_step_sends_one_message_with_what_is_new(served):
     answer = socket.heard[-1]
     assert isinstance(answer, Answer) and answer.seq == 7
     assert answer.value["tokens"] == {"prompt": 9, "cached": 0, "generated": 18}
+
+
+def test_steps_waits_and_prefills_are_counted(served):
+    """64 tokens a step: a prompt of 100 takes two."""
+    server, socket = served
+    before = time.perf_counter()
+    socket.say(Generate("a", prompt_of(100, 1), {"n": 1, "max_tokens": 3, "ignore_eos": True}), endless("b", 2))
+    for _ in range(10):
+        turn(server)
+    spent = time.perf_counter() - before
+    deltas = {id: [d for m in socket.heard for d in m.items if d.id == id] for id in ("a", "b")}
+    for first, *rest in deltas.values():
+        assert 0 <= first.queue_s <= first.queue_s + first.prefill_s <= spent
+        assert all(delta.queue_s is None is delta.prefill_s for delta in rest)
+    assert deltas["a"][0].prefill_s > 0
+    steps = engine_stats(server.engine, server._counters, 0)["step_tokens"]
+    assert steps["sum"] == 100 + 2 + 3 + 1  # prompts, and all tokens generated but the last ones
+    assert sum(steps["counts"]) == server.engine.scheduler.stats.steps
+    assert steps["counts"][STEP_TOKENS.index(64)] >= 1
+
+
+def test_compactions_are_timed_and_their_pages_counted():
+    """Two requests share a prefix: the first to fold copies pages that the other one, or the cache, still needs."""
+    engine = tiny_engine(num_pages=200, kv_eviction="recency", kv_evict_when="always")
+    for id in ("a", "b"):
+        engine.add(Request(id, tuple(prompt_of(40, 3)), SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)))
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    counted = engine_stats(engine, Counters(), 0)["compaction"]
+    stats = engine.scheduler.stats
+    assert stats.folds >= counted["runs"] > 0 and counted["seconds"] > 0
+    assert counted["pages_freed"] > 0
+    assert 0 < counted["pages_copied"]
 
 
 @settings(max_examples=25)

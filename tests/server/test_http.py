@@ -266,6 +266,14 @@ def test_metrics_have_vllms_names_under_either_prefix(http):
         'pagefold:kv_evicted_tokens_total{model_name="tiny"} 4.0',
         'pagefold:kv_compactions_total{model_name="tiny"} 2.0',
         'pagefold:kv_tokens_kept{model_name="tiny"} 6.0',
+        'pagefold:iteration_tokens_total_bucket{le="8.0",model_name="tiny"} 6.0',
+        'pagefold:iteration_tokens_total_count{model_name="tiny"} 7.0',
+        'pagefold:kv_compaction_seconds_sum{model_name="tiny"} 0.25',
+        'pagefold:kv_blocks_freed_by_eviction_total{model_name="tiny"} 3.0',
+        'pagefold:kv_cow_copies_total{model_name="tiny"} 1.0',
+        'pagefold:num_requests_waiting_by_reason{model_name="tiny",reason="grammar"} 0.0',
+        "pagefold:request_queue_time_seconds_bucket{",
+        "pagefold:request_prefill_time_seconds_bucket{",
     ):
         assert line in text, line
     with running(FakeClient(), metrics_prefix="vllm") as other:

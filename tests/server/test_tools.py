@@ -1,6 +1,7 @@
 """Tool calls are read out of the text, however it is cut, and asked for by a grammar."""
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,16 @@ NAMES = ["weather", "now"]
 WEATHER = '{"name": "weather", "arguments": {"city": "Köln {\\"x\\"}", "days": [1, 2]}}'
 ARGUMENTS = '{"city": "Köln {\\"x\\"}", "days": [1, 2]}'
 HERMES = f'Let me see.\n<tool_call>\n{WEATHER}\n</tool_call>\n<tool_call>\n{{"name": "now"}}\n</tool_call>'
+V3 = (
+    "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+    + ARGUMENTS
+    + "\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>"
+)
+V31 = (
+    f"Let me see.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
@@ -83,6 +94,24 @@ CASES = [
     ("llama3_json", '{"name": "now"} and so on', " and so on", [("now", "{}")]),
     ("list", f'[{WEATHER},\n{{"name":"now","arguments":{{}}}}]', "", [("weather", ARGUMENTS), ("now", "{}")]),
     ("list", f"[{WEATHER[:33]}", "", [("weather", "")]),
+    ("deepseek_v3", V3, "Let me see.", [("weather", ARGUMENTS), ("now", "{}")]),
+    ("deepseek_v31", V31, "Let me see.", [("weather", ARGUMENTS), ("now", "{}")]),
+    ("deepseek_v3", V3[: V3.index("days")], "Let me see.", [("weather", ARGUMENTS[: ARGUMENTS.index("days")])]),
+    ("deepseek_v3", "```json\n{}\n``` <｜tool", "```json\n{}\n``` <｜tool", []),
+    ("deepseek_v31", "a<｜tool▁calls▁begin｜> b", "a<｜tool▁calls▁begin｜> b", []),
+    ("deepseek_v31", V31 + " so", "Let me see. so", [("weather", ARGUMENTS), ("now", "{}")]),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜><｜tool▁call▁end｜>",
+        "",
+        [("now", "{}")],
+    ),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁call▁end｜>",
+        [],
+    ),
 ]
 
 
@@ -92,10 +121,21 @@ def test_case_34_calls_are_read_whole_and_by_the_character(form, text, content, 
     assert parse(form, text) == (content, calls)
 
 
+MARKS = re.findall(r"<｜[^｜]*｜>", V3[: V3.index("now")]) + [
+    "<｜tool▁calls▁end｜>",
+    "function",
+    "```json",
+    "\n",
+    "```",
+]
+
+
 @given(
-    st.sampled_from(["hermes", "llama3_json", "list"]),
+    st.sampled_from(["hermes", "llama3_json", "list", "deepseek_v3", "deepseek_v31"]),
     st.lists(
-        st.sampled_from([WEATHER, "<tool_call>", "</tool_call>", '{"name": "now"', "}", '"', "[", ",", " ", "a"]),
+        st.sampled_from(
+            [WEATHER, "<tool_call>", "</tool_call>", '{"name": "now"', "}", '"', "[", ",", " ", "a", *MARKS]
+        ),
         max_size=8,
     ),
     st.data(),
@@ -112,6 +152,8 @@ def test_case_34_calls_do_not_depend_on_how_the_text_is_cut(form, pieces, data):
     [
         ({"tool_call_parser": "hermes"}, HERMES),
         ({"tool_call_parser": "llama3_json"}, f'{WEATHER};{{"name": "now", "parameters": {{}}}}'),
+        ({"tool_call_parser": "deepseek_v3"}, V3),
+        ({"tool_call_parser": "deepseek_v31"}, V31),
     ],
 )
 def test_case_34_streamed_calls_have_id_type_and_name_once_and_end_with_tool_calls(settings, said):
@@ -185,6 +227,26 @@ def test_the_template_shows_the_form_of_calls():
     assert choose_parser(None, "... <tool_call> ...") == "hermes"
     assert choose_parser(None, "no tools") is None
     assert choose_parser("llama3_json", "<tool_call>") == "llama3_json"
+    assert choose_parser(None, "'<｜tool▁calls▁begin｜>' ... '```json'") == "deepseek_v3"
+    assert choose_parser(None, "'<｜tool▁calls▁begin｜>' + name") == "deepseek_v31"
+
+
+def test_r17_deepseeks_templates_get_arguments_as_text_and_no_empty_content():
+    """They put the text between marks, and tell a turn of calls by its content of none."""
+    template = (
+        "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}<｜tool▁calls▁begin｜>"
+        "{{ c.function.name + '\n```json\n' + c.function.arguments }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    client = FakeClient()
+    client.tokenizer = tiny_tokenizer.__wrapped__()  # one of its own
+    client.tokenizer.chat_template = template
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"in": "Köln"}'}}
+    turns = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "noon"}]
+    with running(client) as http:
+        assert http.post("/v1/chat/completions", json={"messages": turns}).status_code == 200
+    text = client.tokenizer.decode(client.requests[-1].prompt[1:])
+    assert text == '<｜tool▁calls▁begin｜>now\n```json\n{"in": "Köln"}noon'
 
 
 def test_references_inside_a_tools_schema_stay_inside_it():

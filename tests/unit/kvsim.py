@@ -5,16 +5,18 @@ against one wrong, missing, stale or foreign row gets another row, draws another
 differs from that of `expected_output`, which knows nothing of pages, chunks or neighbours.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pagefold.core.types import Job, SampleSpec, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from pagefold.kv.manager import KVGeometry, KVManager
+from pagefold.core.types import Job, Move, SampleSpec, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from pagefold.kv.bounds import KVGeometry
+from pagefold.kv.manager import KVManager
 from pagefold.kv.state import COLD, FoldPolicy
 
 VOCAB = 50
-POISON = -1
+POISON, JUNK = -1, 77
 
 
 def choose(rows: list[int], group: int, keep: int, sinks: int, protected_from: int) -> list[int]:
@@ -32,49 +34,88 @@ def draw(row: int) -> int:
     return row % VOCAB
 
 
-def expected_output(prompt: list[int], policy: FoldPolicy, page_size: int, max_tokens: int) -> list[int]:
-    """What a request must produce, from its own history alone."""
-    groups, size = len(policy.budget), page_size
-    rows: list[list[int]] = [[] for _ in range(groups)]
-    cold = [0] * groups
+@dataclass
+class Rows:
+    """The rows of a sequence of `num_tokens` tokens, group by group, and the folds that are not visible yet."""
+
+    kept: list[list[int]]
+    num_tokens: int = 0
     pending: tuple[int, list[tuple[int, list[int], int]]] | None = None
-    tokens, last = list(prompt), len(prompt) + max_tokens - 1
-    for n in range(last):
-        if pending and n >= pending[0]:
-            for g, kept, num_src in pending[1]:
-                rows[g] = kept + rows[g][num_src:]
-            pending = None
-        row = new_row(tokens[n], rows)
-        for g in range(groups):
-            rows[g].append(row)
-        count = n + 1
-        if count >= len(prompt):
-            tokens.append(draw(row))
-        inside = policy.prefill_period and count <= len(prompt) and count % policy.prefill_period == 0
-        after = count >= len(prompt) and count % policy.period == 0
+
+    def copy(self) -> "Rows":
+        return Rows([list(rows) for rows in self.kept], self.num_tokens, self.pending)
+
+    def commit(self) -> None:
+        """Before token number `num_tokens` is computed, folds that are due become visible."""
+        if self.pending and self.num_tokens >= self.pending[0]:
+            for g, kept, num_src in self.pending[1]:
+                self.kept[g] = kept + self.kept[g][num_src:]
+            self.pending = None
+
+    def append(self, token: int) -> int:
+        self.commit()
+        row = new_row(token, self.kept)
+        for rows in self.kept:
+            rows.append(row)
+        self.num_tokens += 1
+        return row
+
+    def fold(self, policy: FoldPolicy, size: int, prompt_len: int, last: int) -> None:
+        """What is due at this token count."""
+        count, in_prompt = self.num_tokens, self.num_tokens < prompt_len
+        inside = policy.prefill_period and count <= prompt_len and count % policy.prefill_period == 0
+        after = not in_prompt and count % policy.period == 0
         if not (inside or after) or count >= last:
-            continue
+            return
         folds = []
-        for g in range(groups):
-            full = len(rows[g]) // size
+        for g, rows in enumerate(self.kept):
+            full = len(rows) // size
             if policy.evicts and full * size > policy.budget[g]:
-                src = rows[g][: full * size]
-                recent = len(rows[g]) - policy.window
-                keep = choose(src, g, int(policy.budget[g]), policy.sink_tokens, recent)
+                src = rows[: full * size]
+                keep = choose(src, g, int(policy.budget[g]), policy.sink_tokens, len(rows) - policy.window)
                 folds.append((g, [src[i] for i in keep], full * size))
-                cold[g] = int(policy.budget[g]) // size
         if folds:
-            pending = (count + (policy.lag if count >= len(prompt) else 0), folds)
+            self.pending = (count + (0 if in_prompt else policy.lag), folds)
+
+
+def expected_output(
+    prompt: list[int], policy: FoldPolicy, page_size: int, max_tokens: int, start: Rows | None = None
+) -> list[int]:
+    """What a request must produce, from its own history alone: its prompt, and the rows that it resumes from."""
+    rows = start.copy() if start else Rows([[] for _ in policy.budget])
+    tokens, last = list(prompt), len(prompt) + max_tokens - 1
+    while rows.num_tokens < last:
+        row = rows.append(tokens[rows.num_tokens])
+        if rows.num_tokens >= len(prompt):
+            tokens.append(draw(row))
+        rows.fold(policy, page_size, len(prompt), last)
     return tokens[len(prompt) :]
+
+
+def rows_at(tokens: list[int], count: int, policy: FoldPolicy, size: int, prompt_len: int, last: int, start) -> Rows:
+    """The rows of a request when `count` of its tokens were stored and what was due had become visible."""
+    rows = start.copy() if start else Rows([[] for _ in policy.budget])
+    while rows.num_tokens < count:
+        rows.append(tokens[rows.num_tokens])
+        rows.fold(policy, size, prompt_len, last)
+    rows.commit()
+    return rows
 
 
 class SimRunner:
     """Executes plans; checks that windows hold the right queries and that no page of another is touched.
 
     unsound   where this token would be drawn, the logits are not finite
+    failing   steps whose jobs fail
     """
 
-    def __init__(self, geometry: KVGeometry, policies_by_scorer: dict[str, FoldPolicy], unsound: int | None = None):
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        policies_by_scorer: dict[str, FoldPolicy],
+        unsound: int | None = None,
+        failing: frozenset[int] = frozenset(),
+    ):
         self.geometry = geometry
         self.tiers = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_pages]
         self.host = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_host_pages]
@@ -85,6 +126,7 @@ class SimRunner:
         self.windows: dict[int, dict[int, int]] = {}
         self.policies = policies_by_scorer
         self.unsound = unsound
+        self.failing = failing
         self.drawn: dict[int, int] = {}  # by slot, the token drawn last
 
     def _where(self, slot: int, group: int, i: int) -> tuple[np.ndarray, tuple[int, int]]:
@@ -114,7 +156,8 @@ class SimRunner:
         slot, group, rows, pages = plan.edits.lengths.T
         self.evicted[slot, group], self.cold[slot, group] = rows, pages
         for op in plan.swaps:
-            src, dst = (self.tiers, self.host) if op.to_host else (self.host, self.tiers)
+            src = self.host if op.move is Move.IN else self.tiers
+            dst = self.host if op.move is Move.OUT else self.tiers
             dst[op.tier][op.dst_pages] = src[op.tier][op.src_pages]
         for tier, pages in zip(self.tiers, free, strict=True):
             tier[pages] = POISON
@@ -143,11 +186,15 @@ class SimRunner:
                     window[n - chunk.window_start] = row
             if chunk.num_logits:
                 ids.append(self._draw(row, chunk.slot, next(samples), chunk.start + chunk.num_tokens))
+        failed = {job.slot: "failed" for job in plan.jobs} if plan.step in self.failing else {}
         for job in plan.jobs:
-            self._fold(job, plan)
+            if failed:
+                self.tiers[job.dst_tier][job.dst_pages] = JUNK
+            else:
+                self._fold(job, plan)
         ranked = lambda token: TokenLogprobs((token,), (0.0,), (1,))  # noqa: E731
         prompts = {i: [ranked(t) for t in targets] for i, (targets, _) in plan.prompt_targets.items()}
-        return StepResult(plan.step, ids, [None] * len(ids), prompts)
+        return StepResult(plan.step, ids, [None] * len(ids), prompts, failed)
 
     def _draw(self, row: int, slot: int, spec: SampleSpec | None, position: int) -> int | None:
         if spec is None:
@@ -195,6 +242,7 @@ def fold_policy(
         lag=lag,
         cold_after=cold_after,
         under_pressure=under_pressure,
+        ask=f"{scorer} {budget_pages} {period_pages} {prefill_pages} {window} {lag} {cold_after} {under_pressure}",
     )
 
 

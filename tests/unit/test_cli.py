@@ -51,6 +51,7 @@ def test_every_sampling_field_is_a_flag():
     argv, engine = ["generate"], {leaf.name for leaf in EngineConfig.leaves()}
     names = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in engine]
     texts = {"stop": "x", "bad_words": "y", "logit_bias": VALUES[dict], "temperature": "0.5", "top_p": "0.5"}
+    texts["structured_outputs"] = '{"regex": "a"}'
     for name in names:
         argv.append(f"--{name.replace('_', '-')}")
         if not isinstance(getattr(SamplingParams(), name), bool):

@@ -74,6 +74,7 @@ def test_an_unknown_option_lists_the_known_ones():
         ({"backend": "abacus"}, "backend", ["'abacus'", "cpu", "reference"]),
         ({"load_format": "csv"}, "load_format", ["'csv'", "dummy"]),
         ({"preemption": "none"}, "preemption", ["'none'", "recompute", "swap"]),
+        ({"kv_window_lending": "never"}, "kv_window_lending", ["'never'", "just-in-time", "for-life"]),
         ({"kv_evict_when": "never"}, "kv_evict_when", ["'never'", "always", "pressure"]),
         ({"page_size": 48}, "page_size", ["48", "power of two"]),
         ({"page_size": 0}, "page_size", ["0", ">= 1"]),

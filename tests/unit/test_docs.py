@@ -1,4 +1,7 @@
-"""The example of each `add-a-*` page works when it is saved where the page says."""
+"""The example of each `add-a-*` page works when it is saved where the page says; tests that a page names exist."""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,8 @@ from pagefold.evict.scorer import SCORERS, ScoreContext
 from pagefold.kv.layout import LAYOUTS
 from pagefold.store.format import FORMATS, parse_format
 from pagefold.store.pagestore import PageStore
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Rows:
@@ -114,3 +119,12 @@ def test_the_format_example_fits_a_store_and_the_bytes_its_page_states(drop_in):
     store = PageStore(pair, num_pages=3, num_columns=2, page_size=4, head_dim=64, state={})
     store.poison(torch.tensor([1]))
     assert store.planes["k_scale"][1].isnan().all()
+
+
+def test_every_invariant_has_tests_and_they_exist():
+    text, root = (DOCS / "invariants.md").read_text(), DOCS.parent
+    rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 24))
+    assert all("::test_" in held_by for _, held_by in rows)
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+        assert re.search(rf"^def {name}\(", (root / path).read_text(), re.MULTILINE), f"{path}::{name}"

@@ -1,6 +1,7 @@
 """The host must not be what a step waits for: plans, tables, results and outputs of a full batch, without a model."""
 
 import statistics
+import sys
 import time
 
 import numpy as np
@@ -10,8 +11,9 @@ from pagefold.core.config import EngineConfig
 from pagefold.core.types import Request, SamplingParams, StepPlan, StepResult
 from pagefold.engine.engine import Engine
 from pagefold.engine.policy import PolicyMaker
+from pagefold.kv.bounds import KVGeometry
 from pagefold.kv.layout import HeadLayout
-from pagefold.kv.manager import KVGeometry, KVManager
+from pagefold.kv.manager import KVManager
 
 RUNNING, STEPS, PAGE = 256, 96, 32
 
@@ -72,3 +74,29 @@ def test_a_step_of_a_full_batch_costs_the_host_a_few_milliseconds(num_groups, ev
     engine = full_batch(num_groups, kv_eviction=eviction, kv_budget=1024)
     assert statistics.median(step_times(engine)) < 10
     assert (engine.scheduler.stats.folds > RUNNING) == (eviction == "zipage")
+
+
+def calls_of(engine: Engine, steps: int) -> int:
+    """Python functions called in so many steps: what the host does, whatever else the machine does meanwhile."""
+    calls = 0
+
+    def count(frame, event: str, arg) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        for _ in range(steps):
+            engine.step()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_pressure_mode_with_ample_memory_costs_the_host_a_few_calls_a_step():
+    """However many are running: rows that nobody asks to evict are those of a full cache."""
+    full, pressed = (
+        calls_of(full_batch(1, **options), PAGE)
+        for options in ({}, {"kv_eviction": "zipage", "kv_budget": 1024, "kv_evict_when": "pressure"})
+    )
+    assert full > PAGE * RUNNING and pressed - full < PAGE * 20

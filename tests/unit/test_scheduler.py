@@ -3,6 +3,7 @@
 import math
 import random
 from collections import deque
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import count
 
@@ -15,9 +16,11 @@ from pagefold.core.config import SchedulerConfig
 from pagefold.core.types import FinishReason, InputError, Request, StepPlan
 from pagefold.engine.scheduler import Scheduler
 from pagefold.engine.sequence import Sequence, Status
-from pagefold.kv.manager import KVGeometry, KVManager
-from pagefold.kv.state import COLD, HOT, FoldPolicy
-from tests.unit.kvsim import SimRunner, expected_output, fold_policy, greedy
+from pagefold.kv.bounds import KVGeometry, check_fits
+from pagefold.kv.manager import KVManager
+from pagefold.kv.state import COLD, HOT, FoldPolicy, KVState
+from pagefold.kv.trunks import Trunk
+from tests.unit.kvsim import Rows, SimRunner, expected_output, fold_policy, greedy, rows_at
 
 SIZE = 4
 
@@ -27,6 +30,7 @@ class World:
 
     ahead     plan a step before the one before it is executed, as the engine does with `plan_ahead`
     unsound   where this token would be drawn, the logits are not finite
+    kept      host pages that trunks may take
     """
 
     def __init__(
@@ -40,25 +44,53 @@ class World:
         host=400,
         prefix=True,
         preemption="recompute",
+        lending="just-in-time",
         ahead=False,
         unsound=None,
+        failing=frozenset(),
+        kept=0,
     ):
-        geometry = KVGeometry((pages,) * tiers, (host,) * tiers, (1,) * tiers, groups, SIZE, seqs, windows)
+        sizes = (pages,) * tiers, (host + kept,) * tiers, (1,) * tiers
+        geometry = KVGeometry(*sizes, groups, SIZE, seqs, windows, (kept,) * tiers)
         self.manager = KVManager(geometry, prefix)
-        self.scheduler = Scheduler(SchedulerConfig(seqs, max_tokens, preemption=preemption), self.manager)
+        self.scheduler = Scheduler(
+            SchedulerConfig(seqs, max_tokens, kv_window_lending=lending, preemption=preemption), self.manager
+        )
         self.policies: dict[str, FoldPolicy] = {}
-        self.runner = SimRunner(geometry, self.policies, unsound)
+        self.runner = SimRunner(geometry, self.policies, unsound, failing)
         self.ahead = ahead
         self.in_flight: deque[tuple[StepPlan, list[np.ndarray]]] = deque()
         self.arrivals = count()
+        self.origins: dict[Trunk, KVState] = {}  # whose rows a trunk has
+        self.manager.trunks.keep = self._note_origin(self.manager.trunks.keep)
 
-    def add(self, prompt: list[int], policy: FoldPolicy, max_tokens: int, priority=0, stop=(), **options) -> Sequence:
-        self.manager.check_fits(policy, len(prompt), len(prompt) + max_tokens - 1)
+    def _note_origin(self, keep: Callable) -> Callable:
+        def noted(kv: KVState, tokens: list[int], salt: str) -> None:
+            before = set(self.manager.trunks)
+            keep(kv, tokens, salt)
+            self.origins |= dict.fromkeys(set(self.manager.trunks) - before, kv)
+
+        return noted
+
+    def start_of(self, seq: Sequence) -> Rows | None:
+        """The rows that a sequence resumed from, computed all over again from the turns that led to them."""
+        trunk = trunk_of(seq)
+        return self._rows_of(trunk) if trunk else None
+
+    def _rows_of(self, trunk: Trunk) -> Rows:
+        kv = self.origins[trunk]
+        start = self._rows_of(kv.trunk) if kv.trunk else None
+        return rows_at(list(trunk.tokens), kv.fixed, kv.policy, SIZE, kv.prompt_len, kv.last, start)
+
+    def add(
+        self, prompt: list[int], policy: FoldPolicy, max_tokens: int, priority=0, stop=(), keeps=False, **options
+    ) -> Sequence:
+        check_fits(self.manager.geometry, policy, len(prompt), len(prompt) + max_tokens - 1)
         if policy.scorer:
             self.policies[policy.scorer] = policy
         n = next(self.arrivals)
         request = Request(str(n), tuple(prompt), greedy(max_tokens, stop_token_ids=stop, **options), priority)
-        seq = Sequence(request, policy, n, 0, frozenset(stop), (), max_tokens)
+        seq = Sequence(request, policy, n, 0, frozenset(stop), (), max_tokens, keeps_turn=keeps)
         self.scheduler.add(seq)
         return seq
 
@@ -94,6 +126,12 @@ class World:
         assert not self.manager.live
 
 
+def trunk_of(seq: Sequence) -> Trunk | None:
+    """What a sequence that ended had resumed from."""
+    kv = seq.state or seq.dropped  # preempted while its last token was being drawn
+    return kv.trunk if kv else None
+
+
 def assert_totals(manager: KVManager) -> None:
     """What the ledger keeps up to date is what counting all over again gives."""
     ledger, live = manager.ledger, manager.live
@@ -114,8 +152,8 @@ def assert_totals(manager: KVManager) -> None:
         assert event is None or kv.quiet_until < event
 
 
-def assert_right(seq: Sequence, unsound: int | None = None) -> None:
-    whole = expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens)
+def assert_right(seq: Sequence, unsound: int | None = None, start: Rows | None = None) -> None:
+    whole = expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens, start)
     ends = [i for i, token in enumerate(whole) if token in seq.stop_ids or token == unsound]
     error = bool(ends) and whole[ends[0]] == unsound
     assert seq.output == (whole[: ends[0] + (not error)] if ends else whole)
@@ -158,6 +196,7 @@ def test_output_depends_on_the_request_alone(data):
         host=data.draw(st.sampled_from([1, 400])),
         prefix=data.draw(st.booleans()),
         preemption=data.draw(st.sampled_from(["recompute", "swap"])),
+        lending=data.draw(st.sampled_from(["just-in-time", "for-life"])),
         ahead=data.draw(st.booleans()),
         unsound=data.draw(st.sampled_from([None, None, 7])),
     )
@@ -217,6 +256,42 @@ def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
         assert seq.status is Status.FINISHED and (i in aborted or len(seq.output) == seq.max_tokens)
 
 
+@settings(max_examples=80)
+@given(st.data())
+def test_folds_that_fail_end_their_requests_and_no_other(data):
+    """Zipage invariant 23: what they wrote is junk, which nobody else ever reads, nor does a later prompt."""
+    groups, tiers = data.draw(st.sampled_from([1, 2])), data.draw(st.sampled_from([1, 1, 2]))
+    world = World(
+        groups=groups,
+        tiers=tiers,
+        pages=data.draw(st.integers(30, 70)) * groups,
+        max_tokens=data.draw(st.sampled_from([3, 16, 64])),
+        preemption=data.draw(st.sampled_from(["recompute", "swap"])),
+        ahead=data.draw(st.booleans()),
+        failing=frozenset(data.draw(st.sets(st.integers(1, 60), max_size=20))),
+    )
+    trunk, seqs = list(range(30)), []
+    for _ in range(data.draw(st.integers(1, 7))):
+        prompt = trunk[: data.draw(st.integers(1, 30))] + data.draw(st.lists(st.integers(0, 49), max_size=4))
+        seqs.append(
+            world.add(prompt, data.draw(policies(groups, tiers, pressure=False)), data.draw(st.integers(1, 40)))
+        )
+    for victims in data.draw(st.lists(st.sets(st.integers(0, 5), max_size=2), max_size=20)):
+        world.step()
+        running = list(world.scheduler.running)
+        for seq in (running[victim] for victim in victims if victim < len(running)):
+            if world.scheduler.can_preempt(seq):
+                world.scheduler.preempt(seq)
+    world.run()
+    for seq in seqs:
+        if seq.error is None:
+            assert_right(seq)
+        else:
+            assert seq.finish_reason is FinishReason.ABORT and seq.policy.evicts | (tiers == 2)
+            whole = expected_output(list(seq.request.prompt), seq.policy, SIZE, seq.max_tokens)
+            assert seq.output == whole[: len(seq.output)]
+
+
 def test_rows_stay_within_budget_period_and_lag():
     """|table| never grows beyond its bound after the first compaction, whatever the output's length."""
     world = World(groups=2, pages=100)
@@ -237,6 +312,22 @@ def test_a_full_pool_of_folding_requests_is_never_preempted():
     world.run()
     assert world.scheduler.stats.preemptions == 0
     assert world.scheduler.stats.peak_running >= 7
+    for seq in seqs:
+        assert_right(seq)
+
+
+@pytest.mark.parametrize("lending", ["just-in-time", "for-life"])
+def test_windows_lent_for_life_bound_who_runs(lending):
+    """Zipage invariant 20: constrained, nobody is preempted. Requests that need no window join all the same."""
+    world = World(pages=200, seqs=20, windows=2, max_tokens=64, prefix=False, lending=lending)
+    seqs = [world.add([i] * (3 + i % 5), fold_policy(SIZE, [3]), 60) for i in range(6)]
+    seqs.append(world.add([9] * 4, fold_policy(SIZE, [3], scorer="plain"), 60, priority=-1))
+    most = 0
+    while world.step():
+        most = max(most, len(world.scheduler.running))
+    world.assert_empty()
+    assert world.scheduler.stats.preemptions == 0
+    assert most == {"just-in-time": 7, "for-life": 3}[lending]
     for seq in seqs:
         assert_right(seq)
 
@@ -337,6 +428,26 @@ def test_prompts_around_a_page_boundary(extra, max_tokens):
     seq = world.add(list(range(16 + extra)), fold_policy(SIZE, [3], window=4), max_tokens)
     world.run()
     assert_right(seq)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("length", range(11, 18))
+def test_ends_of_every_kind_around_a_fold(length, ahead):
+    """Zipage invariant 22: an end by length, by a stop token and by an abort at every token before, at and after a fold
+    at 16 and its window, from 13 on."""
+    policy, prompt = fold_policy(SIZE, [3], lag=1), list(range(length))
+    whole = expected_output(prompt, policy, SIZE, 12)
+    for end in range(1, 10):
+        for kind in ("length", "stop", "abort"):
+            world = World(windows=1, pages=20, ahead=ahead)
+            stop = (whole[end - 1],) if kind == "stop" else ()
+            seq = world.add(prompt, policy, end if kind == "length" else 12, stop=stop)
+            while not seq.finished and world.step():
+                if kind == "abort" and len(seq.output) == end:
+                    world.scheduler.finish(seq, FinishReason.ABORT)
+            world.run()
+            last = whole.index(stop[0]) + 1 if stop else end
+            assert seq.output == whole[:last] and seq.error is None
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_largest_that_fits():

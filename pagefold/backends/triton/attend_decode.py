@@ -7,6 +7,7 @@ as several tiles of 16-bit operands (see `DeviceCodec`), its bias is taken off p
 """
 
 from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
+from pagefold.backends.triton.ahead import start_next_and_wait
 from pagefold.backends.triton.weights import weight_reference
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
@@ -59,6 +60,7 @@ def decode_split(
     V_SCALED: tl.constexpr,
     V_MMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Grid (splits, H, B): one split of the rows of one KV head of one sequence that lie in one tier.
 
@@ -67,7 +69,10 @@ def decode_split(
                    with DIRECT, out is the result [T, H * R, D] itself
     scale          softmax scale * log2(e)
     M              R, rounded up to what the matrix units take
+    AHEAD          started before the kernel in front has ended
     """
+    if AHEAD:
+        start_next_and_wait()
     i_s, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(1)
     i_q = tl.load(tokens + i_b)
@@ -159,32 +164,40 @@ def merge_splits(
     splits,
     D: tl.constexpr,
     BS: tl.constexpr,
+    ALL: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     ROTATE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Grid (Hq, B): out[tokens[b], h] from its splits, `splits` for each tier; a tier's sum leaves its rows' frame.
 
     partial   float32[B, Hq, NUM_TIERS * splits, D], not read where lse is -inf
     lse       float32[B, Hq, NUM_TIERS * splits], base 2
+    ALL       at least NUM_TIERS * splits
+    AHEAD     started before the kernel in front has ended
     """
+    if AHEAD:
+        start_next_and_wait()
     i_h, i_b = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
     first = (i_b.to(tl.int64) * num_heads + i_h) * NUM_TIERS * splits
     o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
-    m = -float("inf")
-    for i in range(0, NUM_TIERS * splits, BS):
-        m = tl.maximum(
-            m, tl.max(tl.load(lse + first + i + o_s, mask=i + o_s < NUM_TIERS * splits, other=-float("inf")), 0)
-        )
+    o_all = tl.arange(0, ALL)
+    b_lse = tl.load(lse + first + o_all, mask=o_all < NUM_TIERS * splits, other=-float("inf"))
+    m = tl.max(b_lse, 0)
     m = tl.where(m == -float("inf"), 0.0, m)
     total = 0.0
     result = tl.zeros([1, D], tl.float32)
     for tier in tl.static_range(NUM_TIERS):
         acc = tl.zeros([D], tl.float32)
-        for i in range(0, splits, BS):
+        # a tier's rows lie in its first splits
+        of_tier = (o_all >= tier * splits) & (o_all < (tier + 1) * splits)
+        used = tl.sum((of_tier & (b_lse != -float("inf"))).to(tl.int32), 0)
+        for i in range(0, used, BS):
             i_s = first + tier * splits + i + o_s
-            weight = tl.exp2(tl.load(lse + i_s, mask=i + o_s < splits, other=-float("inf")) - m)
-            o = tl.load(partial + i_s[:, None] * D + o_d[None, :], mask=(weight > 0)[:, None], other=0.0)
+            ok = i + o_s < used
+            weight = tl.exp2(tl.load(lse + i_s, mask=ok, other=-float("inf")) - m)
+            o = tl.load(partial + i_s[:, None] * D + o_d[None, :], mask=ok[:, None], other=0.0)
             acc += tl.sum(o * weight[:, None], 0)
             total += tl.sum(weight, 0)
         acc = acc[None, :]

@@ -6,11 +6,14 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
+from pagefold.backends.torch_ops import plain_product
+from pagefold.backends.triton.ahead import starts_ahead
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
 from pagefold.backends.triton.compaction import TritonCompaction
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, warm_up
+from pagefold.backends.triton.one_token import MAX_TOKENS, held_product
 from pagefold.backends.triton.plan import (
     BatchPlan,
     DecodePart,
@@ -19,6 +22,7 @@ from pagefold.backends.triton.plan import (
     Shape,
     decode_shape,
     device_codec,
+    least_rows,
     next_power_of_2,
     num_splits,
     plan_batch,
@@ -39,6 +43,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
     """
 
     name = "triton"
+    few_tokens = MAX_TOKENS
 
     def __init__(self, decode: DecodeShape | None = None, prefill: Shape | None = None):
         if not HAS_TRITON:
@@ -76,6 +81,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         rotate = _rotates(kv)
         rotated = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotate else q
         tokens, heads, warps = append_tile(num_tokens, num_q, num_kv, rotate or hot.format.v.rotate)
+        ahead = _starts_ahead(qkv)
         parts = triton.cdiv(num_q, heads) + 2 * triton.cdiv(num_kv, heads)
         append_heads[(triton.cdiv(num_tokens, tokens) * parts,)](
             qkv,
@@ -115,10 +121,25 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
             K_OPTIONS=k_codec.options,
             STORE_V=v_codec.store,
             V_OPTIONS=v_codec.options,
+            AHEAD=ahead,
             num_warps=warps,
+            launch_pdl=ahead,
         )
         plan.appended = (q, rotated)
         return q
+
+    def product(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        gate: bool = False,
+        add_to: Tensor | None = None,
+    ) -> Tensor:
+        held = held_product(x, weight, bias, norm, gate, add_to)
+        return plain_product(self, x, weight, bias, norm, gate, add_to) if held is None else held
 
     def attend(self, kv: KVView, layer: int, q: Tensor, fwd: ForwardInputs, scale: float) -> Tensor:
         plan = self._plan(kv, fwd)
@@ -152,6 +173,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         parts = (batch, out.shape[1], num_tiers * splits)
         partial = out if direct else torch.empty(*parts, head_dim, dtype=torch.float32, device=out.device)
         lse = torch.empty(parts, dtype=torch.float32, device=out.device)
+        ahead = _starts_ahead(out)
         for tier, (store, shape) in enumerate(zip(kv.tiers, shapes)):
             decode_split[(splits, num_heads, batch)](
                 queries[tier],
@@ -169,7 +191,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 scale * math.log2(math.e),
                 store.num_pages,
                 *kv.page_table.shape[1:],
-                -(-shape.min_rows // shape.tile) * shape.tile,
+                least_rows(shape, batch * num_heads),
                 tier * splits,
                 num_tiers * splits,
                 R=per_head,
@@ -183,8 +205,10 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 **reading(store.format.k, head_dim, "K"),
                 **reading(store.format.v, head_dim, "V"),
                 PRECISION="ieee",
+                AHEAD=ahead,
                 num_warps=shape.warps,
                 num_stages=shape.stages,
+                launch_pdl=ahead,
             )
         if not direct:
             _merge(kv, partial, lse, part.tokens, splits, out)
@@ -280,7 +304,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 (sums, scores, *tables, jobs.num_src, jobs.first_page),
                 (base_2, SHARE, num_tiers * splits, max_src),
                 {"MEAN": across == "mean"},
-                1,
+                3,
             ),
         )
         for kernel, programs, tensors, numbers, options, stages in passes:
@@ -308,6 +332,11 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         return scores
 
 
+def _starts_ahead(x: Tensor) -> bool:
+    """Whether kernels of a batch of x's tokens start early: where a device waits for launches more than for bytes."""
+    return len(x) <= MAX_TOKENS and starts_ahead(x.device)
+
+
 def _rotates(kv: KVView) -> bool:
     """Whether a tier stores K in a rotated frame."""
     return any(store.format.k.rotate for store in kv.tiers)
@@ -323,6 +352,7 @@ def _query_frames(kv: KVView, q: Tensor, rotated: Tensor | None = None) -> list[
 
 
 def _merge(kv: KVView, partial: Tensor, lse: Tensor, tokens: Tensor, splits: int, out: Tensor) -> None:
+    ahead = _starts_ahead(out)
     merge_splits[(out.shape[1], len(tokens))](
         partial,
         lse,
@@ -331,7 +361,10 @@ def _merge(kv: KVView, partial: Tensor, lse: Tensor, tokens: Tensor, splits: int
         splits,
         D=out.shape[-1],
         BS=min(16, next_power_of_2(splits)),
+        ALL=next_power_of_2(len(kv.tiers) * splits),
         NUM_TIERS=len(kv.tiers),
         ROTATE=tuple(store.format.v.rotate for store in kv.tiers),
+        AHEAD=ahead,
         num_warps=1,
+        launch_pdl=ahead,
     )

@@ -8,49 +8,65 @@ from pagefold.backends.triton.plan import device_codec, mma_dtype, next_power_of
 from pagefold.backends.triton.rows import WHERE, codec_of, decoded, decoding, source_rows, where, width_of
 from pagefold.store.shim import jit, tl, triton
 
-WHOLE_BLOCK = 256  # rows that a program compares with each other at once
-TILE = 64  # rows of a longer block that it compares with half as many at a time
+TILE = 128  # rows of a program that compares them with others
 SELECT_TILE = 2048  # scores looked at at a time, whatever there are, so that two programs serve all lengths
 
 
 @jit
-def unit_pieces(
-    data, scale, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, LOAD: tl.constexpr, PIECES: tl.constexpr,
-    BIAS: tl.constexpr, GAIN: tl.constexpr, SCALED: tl.constexpr, MMA: tl.constexpr,
+def centred_pieces(
+    data, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, LOAD: tl.constexpr, PIECES: tl.constexpr,
+    BIAS: tl.constexpr, GAIN: tl.constexpr, MMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows as stored, in pieces [N, D / P], or [D / P, N] with ACROSS, and what makes their length 1, float32[N].
-    Cosines are the same in any frame, so rotated rows stay rotated. Rows that are not ok count nothing."""
+    """Rows as stored, but for their scale, in pieces [N, D / P], or [D / P, N] with ACROSS. Cosines are the same in any
+    frame, so rotated rows stay rotated."""
     x = LOAD(data, row, ok, D, ACROSS, MMA)
-    squares = tl.zeros(row.shape, tl.float32)
     pieces = ()
     for p in tl.static_range(PIECES):
         if BIAS[p] == 0.0 and GAIN[p] == 1.0:
-            piece = x[p]
+            pieces = pieces + (x[p],)
         else:
-            piece = ((x[p].to(tl.float32) - BIAS[p]) * GAIN[p]).to(MMA)
-        wide = piece.to(tl.float32)
-        squares += tl.sum(wide * wide, 0 if ACROSS else 1)
-        pieces = pieces + (piece,)
+            pieces = pieces + (((x[p].to(tl.float32) - BIAS[p]) * GAIN[p]).to(MMA),)
+    return pieces
+
+
+@jit(do_not_specialize=[*WHERE, "max_src"])
+def row_lengths(
+    data, scale, inverse, num_src, tables, first_column, num_groups, max_pages, num_pages, cold_pages, max_src,
+    PS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, MMA: tl.constexpr, LOAD: tl.constexpr,
+    PIECES: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of rows, C, J): inverse float32[J, C, max_src], what makes the length of `centred_pieces` 1."""
+    i_j = tl.program_id(2)
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    ok = i < tl.load(num_src + i_j)
+    row, _ = source_rows(i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages, PS, 1)
+    pieces = centred_pieces(data, row, ok, D, False, LOAD, PIECES, BIAS, GAIN, MMA)
+    squares = tl.zeros([N], tl.float32)
+    for p in tl.static_range(PIECES):
+        wide = pieces[p].to(tl.float32)
+        squares += tl.sum(wide * wide, 1)
     length = tl.sqrt(squares)
-    if SCALED:
+    factor = 1.0
+    if SCALED:  # a row shorter than 1e-6 counts as one of that length
         factor = tl.load(scale + row, mask=ok, other=0.0).to(tl.float32)
-        return pieces, tl.where(ok, factor / tl.maximum(factor * length, 1e-6), 0.0)
-    else:
-        return pieces, tl.where(ok, 1.0 / tl.maximum(length, 1e-6), 0.0)
+    to = (i_j.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * max_src + i
+    tl.store(inverse + to, factor / tl.maximum(factor * length, 1e-6), mask=ok)
 
 
 @jit
 def unit_rows(
-    planes, i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+    planes, inverse, i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
     NUM_TIERS: tl.constexpr, PS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr,
     MMA: tl.constexpr, ROTATE: tl.constexpr, LOAD: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
     GAIN: tl.constexpr, SCALED: tl.constexpr, COLD_ROTATE: tl.constexpr, COLD_LOAD: tl.constexpr,
     COLD_PIECES: tl.constexpr, COLD_BIAS: tl.constexpr, COLD_GAIN: tl.constexpr, COLD_SCALED: tl.constexpr,
 ):  # fmt: skip
-    """`unit_pieces` of source rows i; one piece, in a frame in common, where there are two tiers."""
+    """Pieces of source rows i and what makes their length 1, float32[N], 0 where not ok: `inverse`, which `row_lengths`
+    made; or one piece, in a frame in common, of length 1, where there are two tiers."""
     row, is_cold = source_rows(i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages, PS, NUM_TIERS)
     if NUM_TIERS == 1:
-        return unit_pieces(planes[0], planes[1], row, ok, D, ACROSS, LOAD, PIECES, BIAS, GAIN, SCALED, MMA)
+        pieces = centred_pieces(planes[0], row, ok, D, ACROSS, LOAD, PIECES, BIAS, GAIN, MMA)
+        return pieces, tl.load(inverse + i, mask=ok, other=0.0)
     else:
         hot = ok & (is_cold == False)  # noqa: E712
         x = decoded(planes[0], planes[1], row, hot, N, D, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED)
@@ -68,8 +84,9 @@ def unit_rows(
 @jit(do_not_specialize=[*WHERE, "threshold", "block", "max_src"])
 def compare_rows(
     planes,
-    newest,
-    out,
+    inverse,
+    total,
+    less,
     num_src,
     tables,
     first_column,
@@ -80,8 +97,6 @@ def compare_rows(
     threshold,
     block,
     max_src,
-    FIND: tl.constexpr,
-    WHOLE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     NUM_TIERS: tl.constexpr,
@@ -105,12 +120,13 @@ def compare_rows(
 ):
     """Grid (tiles of M rows, block after block, C, J): M rows against all of their block, N at a time.
 
-    out      float32[J, C, max_src]   crowding of the rows; not written with FIND
-    newest   int32[J, C, max_src]     of each row, the newest other one that is similar, or -1: written with FIND, read
-                                      without, not looked at where a tile is a WHOLE block
+    total   float32[J, C, max_src]   of each row, the sum of its cosines with the others
+    less    int64[J, C, max_src]     what of it does not count, in steps of 2^-40: each row's cosine with the newest
+                                     other row that is similar is added to that one's. Integers, because sums of
+                                     those do not depend on who comes first
     """
     i_c, i_j = tl.program_id(1), tl.program_id(2)
-    i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
+    at = (i_j.to(tl.int64) * tl.num_programs(1) + i_c) * max_src
     tiles = tl.cdiv(block, M)
     start = tl.program_id(0) // tiles * block
     stop = tl.minimum(start + block, tl.load(num_src + i_j).to(tl.int32))
@@ -120,36 +136,33 @@ def compare_rows(
 
     i_row = first + tl.arange(0, M)
     b_a, a_factor = unit_rows(
-        planes, i_row, i_row < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+        planes, inverse + at, i_row, i_row < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
         NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
         COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
     )  # fmt: skip
-    total = tl.zeros([M], tl.float32)
+    limit = threshold / tl.maximum(a_factor, 1e-30)
+    sums = tl.zeros([M], tl.float32)
+    best = tl.zeros([M], tl.float32)
     found = tl.full([M], -1, tl.int32)
     for i_t in range(start, stop, N):
         i_other = i_t + tl.arange(0, N)
         b_b, b_factor = unit_rows(
-            planes, i_other, i_other < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
-            NUM_TIERS, PS, N, D, True, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
+            planes, inverse + at, i_other, i_other < stop, tables, first_column, num_groups, max_pages, num_pages,
+            cold_pages, NUM_TIERS, PS, N, D, True, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
             COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
         )  # fmt: skip
         s = tl.zeros([M, N], tl.float32)
         for p in tl.static_range(PIECE_COUNT):
             s = tl.dot(b_a[p], b_b[p], s, input_precision=PRECISION)
-        s = s * (a_factor[:, None] * b_factor[None, :])
-        s = tl.where(i_row[:, None] == i_other[None, :], 0.0, s)
-        if FIND:
-            found = tl.maximum(found, tl.max(tl.where(s > threshold, i_other[None, :], -1), 1))
-        else:
-            if WHOLE:
-                last = tl.max(tl.where(s > threshold, i_row[:, None], -1), 0)
-            else:
-                last = tl.load(newest + i_head * max_src + i_other, mask=i_other < stop, other=-1)
-            total += tl.sum(tl.where(i_row[:, None] == last[None, :], 0.0, s), 1)
-    if FIND:
-        tl.store(newest + i_head * max_src + i_row, found, mask=i_row < stop)
-    else:
-        tl.store(out + i_head * max_src + i_row, total, mask=i_row < stop)
+        s = tl.where(i_row[:, None] == i_other[None, :], 0.0, s * b_factor[None, :])
+        sums += tl.sum(s, 1)
+        last = tl.max(tl.where(s > limit[:, None], i_other[None, :], -1), 1)
+        of_last = tl.sum(tl.where(i_other[None, :] == last[:, None], s, 0.0), 1)
+        best = tl.where(last >= 0, of_last, best)
+        found = tl.maximum(found, last)
+    tl.store(total + at + i_row, sums * a_factor, mask=i_row < stop)
+    steps = (best * a_factor * 1099511627776.0).to(tl.int64)
+    tl.atomic_add(less + at + found, steps, mask=(i_row < stop) & (found >= 0), sem="relaxed")
 
 
 @jit
@@ -233,17 +246,16 @@ class TritonCompaction:
 
     def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
         """The shape of a program depends on the format and `block` alone, and so does the order in which cosines are
-        summed. Whole blocks of float32 would not fit into registers, nor would those of two formats."""
+        summed. Float32 and rows of two formats take registers for two."""
         num_tiers, max_src, head_dim = len(kv.tiers), jobs.max_src, kv.window.shape[-1]
         hot, cold = kv.tiers[0], kv.tiers[-1]
         codecs = [device_codec(codec_of(store, "k")) for store in kv.tiers]
-        fits = num_tiers == 1 and codecs[0].mma != torch.float32
-        whole = fits and block is not None and block <= WHOLE_BLOCK
-        rows = max(16, next_power_of_2(block)) if whole and block else TILE
+        narrow = num_tiers == 1 and codecs[0].mma != torch.float32
+        rows = min(TILE if narrow else TILE // 2, max(16, next_power_of_2(block or TILE)))
         length = min(block or max_src, max_src)
         shape = (len(jobs.slots), width_of(kv, columns), max_src)
-        out = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
-        newest = out if whole else torch.empty(shape, dtype=torch.int32, device=out.device)
+        total = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
+        less, inverse = torch.zeros_like(total, dtype=torch.int64), torch.empty_like(total)
         constants = decoding(codec_of(hot, "k"), head_dim)
         constants |= {f"COLD_{name}": value for name, value in decoding(codec_of(cold, "k"), head_dim).items()}
         if constants["ROTATE"] and constants["COLD_ROTATE"]:
@@ -251,32 +263,36 @@ class TritonCompaction:
         mma = mma_dtype(codecs[0])
         if num_tiers == 2:  # rows of length 1
             mma = tl.float32 if tl.float32 in map(mma_dtype, codecs) else tl.float16
-        grid = (triton.cdiv(max_src, length) * triton.cdiv(length, rows), *shape[1::-1])
-        for find in (False,) if whole else (True, False):
-            compare_rows[grid](
-                tuple(store.rows(f"k_{part}") for store in (hot, cold) for part in ("data", "scale")),
-                newest,
-                out,
-                jobs.num_src,
-                *where(kv, jobs, columns),
-                threshold,
-                length,
-                max_src,
-                FIND=find,
-                WHOLE=whole,
-                M=rows,
-                N=min(rows, TILE) if whole else TILE // 2,
-                NUM_TIERS=num_tiers,
-                PS=kv.page_size,
-                D=head_dim,
-                MMA=mma,
-                PRECISION="ieee",
-                PIECE_COUNT=codecs[0].num_pieces if num_tiers == 1 else 1,
-                **constants,
-                num_warps=8,
-                num_stages=2,
+        if num_tiers == 1:
+            own = {name: constants[name] for name in ("LOAD", "PIECES", "BIAS", "GAIN", "SCALED")}
+            row_lengths[(triton.cdiv(max_src, TILE), *shape[1::-1])](
+                *(hot.rows("k_data"), hot.rows("k_scale"), inverse, jobs.num_src, *where(kv, jobs, columns), max_src),
+                **dict(PS=kv.page_size, D=head_dim, N=TILE, MMA=mma, **own),
             )
-        return out
+        grid = (triton.cdiv(max_src, length) * triton.cdiv(length, rows), *shape[1::-1])
+        compare_rows[grid](
+            tuple(store.rows(f"k_{part}") for store in (hot, cold) for part in ("data", "scale")),
+            inverse,
+            total,
+            less,
+            jobs.num_src,
+            *where(kv, jobs, columns),
+            threshold,
+            length,
+            max_src,
+            M=rows,
+            N=32,
+            NUM_TIERS=num_tiers,
+            PS=kv.page_size,
+            D=head_dim,
+            MMA=mma,
+            PRECISION="ieee",
+            PIECE_COUNT=codecs[0].num_pieces if num_tiers == 1 else 1,
+            **constants,
+            num_warps=4,
+            num_stages=2,
+        )
+        return total.sub_(less * 2.0**-40)
 
     def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
         num_jobs, width, max_src = scores.shape

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from pagefold.backends.triton.ahead import start_next_and_wait
 from pagefold.backends.triton.plan import next_power_of_2
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl, triton
@@ -111,6 +112,7 @@ def append_heads(
     K_OPTIONS: tl.constexpr,
     STORE_V: tl.constexpr,
     V_OPTIONS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Grid (T / BT * parts): BT tokens and BH heads of the same kind, in parts of the query heads, the key heads, then
     the value heads of qkv [T, HQ + 2 H, D].
@@ -121,7 +123,10 @@ def append_heads(
     states      planes whose rows are cleared, STATE_WIDTHS entries a row
     cos_sin     float32[positions, 2, D / 2], looked at with TURN
     weight      float32[2, D], looked at with NORM
+    AHEAD       started before the kernel in front has ended
     """
+    if AHEAD:
+        start_next_and_wait()
     N: tl.constexpr = BT * BH
     Q_PARTS: tl.constexpr = (HQ + BH - 1) // BH
     KV_PARTS: tl.constexpr = (H + BH - 1) // BH

@@ -35,7 +35,7 @@ class DecodeShape(Shape):
     programs   aimed at, so that the device is full: rows are split until there are as many (16 warps of programs for
                each multiprocessor fit beside their registers and shared memory; twice as many even out long and
                short sequences)
-    min_rows   of a split, so that short sequences are not split for nothing
+    min_rows   of a split, so that short sequences are not split for nothing, where the device is full without
     heads      least number of query heads in a product; the matrix units take 8
     """
 
@@ -60,8 +60,8 @@ def decode_shape(v: DeviceCodec, head_dim: int) -> DecodeShape:
 
 def prefill_shape(v: DeviceCodec, head_dim: int) -> Shape:
     """Rows of one piece cost nothing to unpack and are waited for: a stage more. Those of many are short, and longer
-    tiles spread what is done once a tile."""
-    warps = 8 if head_dim >= 128 else 4
+    tiles spread what is done once a tile. Four warps for pieces of eight channels are beyond Triton 3.6."""
+    warps = 8 if head_dim >= 128 or v.num_pieces == 8 else 4
     return Shape(tile=128 if v.num_pieces >= 4 else 64, warps=warps, stages=3 if v.num_pieces == 1 else 2)
 
 
@@ -116,9 +116,16 @@ def tile_tokens(kv: KVView) -> int:
     return max(1, 128 // next_power_of_2(per_head))
 
 
+def least_rows(shape: DecodeShape, programs: int) -> int:
+    """Rows of a split at least, whole tiles; `programs` attend to one split each. Where they are too few to fill the
+    device, a tile a split: the tiles that a program reads one after the other would be all the time."""
+    tiles = -(-shape.min_rows // shape.tile)
+    return shape.tile * (1 if programs * tiles < shape.programs else tiles)
+
+
 def num_splits(shape: DecodeShape, programs: int, max_rows: int) -> int:
-    """Splits of a head's rows: enough to fill the device, none shorter than `min_rows`."""
-    return max(1, min(-(-shape.programs // programs), max_rows // shape.min_rows))
+    """Splits of a head's rows: enough to fill the device, none shorter than `least_rows`."""
+    return max(1, min(-(-shape.programs // programs), max_rows // least_rows(shape, programs)))
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pagefold.store.shim import jit, tl
 
 WINDOW = ("first_column", "num_columns", "num_slots", "num_heads")  # integers of `window_of`
 SPLIT_ROWS = 2048  # of a program of `window_sums`: a constant, so that no sum depends on who else is in the batch
-SHARE = 256  # rows of a program of `window_weights`
+SHARE = 1024  # rows of a program of `window_weights`
 
 
 @jit
