@@ -97,6 +97,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench = verbs.add_parser("bench", help="measure speed").add_subparsers(required=True, metavar="COMMAND")
     _add_throughput_flags(_verb(bench, "throughput", _throughput, "output tokens per second, and peers beside it"))
 
+    _add_capacity(bench)
     _add_gaps_flags(_verb(bench, "gaps", _gaps, "how long a GPU idles between decode steps"))
     _add_bench_serve(bench)
 
@@ -431,6 +432,20 @@ def _by_peer(peers: Sequence[str], texts: Sequence[str]) -> dict[str, str | None
         name, equals, path = text.partition("=")
         found |= {name: path} if equals and name in PEERS else dict.fromkeys(found, text)
     return found
+
+
+def _add_capacity(verbs: Any) -> None:
+    from pagefold.bench.capacity_work import add_flags
+
+    text = "users with long contexts that fit, format by format, and their speed"
+    add_flags(_verb(verbs, "capacity", _capacity, text))
+
+
+def _capacity(args: argparse.Namespace) -> int:
+    from pagefold.bench.capacity_cli import run
+    from pagefold.eval.formats import format_quality
+
+    return run(engine_options(args), args, format_quality)
 
 
 def _add_gaps_flags(parser: _Parser) -> None:

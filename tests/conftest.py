@@ -1,13 +1,21 @@
-"""What every test shares: one thread per worker, fixed seeds, small hypothesis budgets, the built-in model."""
+"""What every test shares: one thread per worker, fixed seeds, small hypothesis budgets, the built-in model, and the
+examples of the documents as plug-ins."""
 
+import importlib
 import os
 import random
+import re
+import sys
 from pathlib import Path
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from pagefold.core.registry import Registry
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 hypothesis.settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -31,6 +39,31 @@ def seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def drop_in(tmp_path, monkeypatch):
+    """Save a page's example under the name the page gives it, in a folder that the registry takes for its own."""
+
+    def drop(page: str, registry: Registry) -> str:
+        text = (DOCS / page).read_text()
+        (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        (folder, name) = re.findall(r"`(pagefold/[\w/]+)/(\w+)\.py`:", text)[-1]
+        assert folder.replace("/", ".") == registry.package
+        assert name not in registry.names(), f"{page} shows {name}, which is built in"
+        (tmp_path / f"{name}.py").write_text(code)
+        package = importlib.import_module(registry.package)
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
+        monkeypatch.setattr(registry, "_loaded", False)
+        dropped.append(f"{registry.package}.{name}")
+        assert name in registry.names()
+        return name
+
+    dropped: list[str] = []
+    yield drop
+    for module in dropped:
+        sys.modules.pop(module, None)
 
 
 @pytest.fixture(scope="session")

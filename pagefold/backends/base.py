@@ -24,6 +24,9 @@ class KVView:
         window        float[L, window slots, w, Hq, D]   queries of the tokens before a compaction (post-RoPE)
         inv_freq      float[rotary_dim / 2]   RoPE frequencies, for scorers that un-rotate queries
         page_size     rows per page
+        apart         the view of layers whose rows have another format: the same tables, stores and columns of their
+                      own; None if there are none. `members` and the stores of this view are without them
+        layers_apart  these layers
 
     Addressing, the one rule that every backend shares:
 
@@ -42,6 +45,17 @@ class KVView:
     window: Tensor
     inv_freq: Tensor
     page_size: int
+    apart: "KVView | None" = None
+    layers_apart: frozenset[int] = frozenset()
+
+    def of(self, layer: int) -> "KVView":
+        """Where the rows of a layer are: what a backend is to be given with it."""
+        return self.apart if self.apart and layer in self.layers_apart else self
+
+    @property
+    def parts(self) -> list["KVView"]:
+        """This view, and the one of layers apart if there are any: together they have every column of every page."""
+        return [self, self.apart] if self.apart else [self]
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -64,8 +78,8 @@ class ForwardInputs:
     keeps_window   False if no query is kept
     host_*         lengths and slots again as Python ints, so that no backend reads a tensor back
     host_evicted   int32[slots, G], the view's `evicted` on the host; None where a backend may read it back
-    plan           index tables that a backend derives from the batch at its first layer and keeps for the others;
-                   None in a fresh batch, and again after any edit of the page tables
+    plan           {id of a view: index tables that a backend derives from the batch at the view's first layer and keeps
+                   for the others}; None in a fresh batch, and again after any edit of the page tables
     """
 
     tokens: Tensor
@@ -81,7 +95,7 @@ class ForwardInputs:
     host_slots: list[int]
     host_seq_lens: list[int]
     host_evicted: np.ndarray | None = None
-    plan: object | None = None
+    plan: dict[int, object] | None = None
 
 
 @dataclass

@@ -165,16 +165,20 @@ class CpuBackend(TorchOps):
     name = "cpu"
 
     def __init__(self):
-        self._bound: Bound | None = None
+        self._bound: list[Bound] = []  # of the views used last: those of a cache are two at most
 
     def _bind(self, kv: KVView) -> Bound:
-        if self._bound is None or self._bound.kv is not kv:
-            self._bound = Bound(kv)
-        return self._bound
+        for bound in self._bound:
+            if bound.kv is kv:
+                return bound
+        self._bound = [Bound(kv), *self._bound[:1]]
+        return self._bound[0]
 
     def _plan(self, kv: KVView, fwd: ForwardInputs) -> Plan:
-        if isinstance(fwd.plan, Plan) and fwd.plan.kv is kv:
-            return fwd.plan
+        plans = fwd.plan = fwd.plan or {}
+        known = plans.get(id(kv))
+        if isinstance(known, Plan):
+            return known
         bound = self._bind(kv)
         q_lens = torch.tensor(fwd.host_q_lens)
         firsts = q_lens.cumsum(0) - q_lens
@@ -186,7 +190,7 @@ class CpuBackend(TorchOps):
                 num_rows = [seq_len - evicted for evicted in kv.evicted[slot].tolist()]
                 pages = kv.page_table[slot, :, : -(-max(num_rows) // kv.page_size)].long()
                 plan.spans.append(Span(int(firsts[b]), q_len, pages, num_rows, kv.cold[slot].tolist()))
-        fwd.plan = plan
+        plans[id(kv)] = plan
         return plan
 
     def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:

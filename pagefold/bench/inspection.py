@@ -7,12 +7,12 @@ from rich.console import Console
 from pagefold.core.config import EngineConfig
 from pagefold.engine.build import (
     DEFAULT_KV_BYTES,
-    build_formats,
     build_geometry,
     build_layout,
     choose_device,
     choose_dtype,
 )
+from pagefold.engine.parts import Part, build_parts, formats_of
 from pagefold.engine.policy import PolicyMaker
 from pagefold.evict.scorer import SCORERS
 from pagefold.kv.bounds import KVGeometry, peak_pages
@@ -21,7 +21,7 @@ from pagefold.kv.state import FoldPolicy
 from pagefold.models.sources import ModelSource, resolve
 from pagefold.models.spec import ModelSpec
 from pagefold.models.weights import tensor_shapes
-from pagefold.store.format import FORMATS, FormatPair
+from pagefold.store.format import FORMATS
 
 TIERS = ("hot", "cold")
 
@@ -33,12 +33,12 @@ def print_inspection(config: EngineConfig) -> None:
         ModelSpec.from_hf(source.config()),
         choose_dtype(config.model.dtype, choose_device(config.model.backend)),
     )
-    layout = build_layout(config, spec)
-    policies, formats = PolicyMaker(config, layout), build_formats(config, dtype)
-    geometry = build_geometry(config, spec, layout, formats, policies, DEFAULT_KV_BYTES)
+    layout, parts = build_parts(config, spec, build_layout(config, spec), dtype)
+    policies = PolicyMaker(config, layout)
+    geometry = build_geometry(config, spec, layout, parts, policies, DEFAULT_KV_BYTES)
     console = Console(highlight=False, soft_wrap=True)
     _print_facts(console, f"Model {source.name}", _model_facts(source, spec, str(dtype).removeprefix("torch.")))
-    _print_facts(console, "KV rows and pages", _page_facts(config, spec, layout, formats, geometry))
+    _print_facts(console, "KV rows and pages", _page_facts(config, spec, layout, parts, geometry))
     _print_facts(console, "What fits", _capacity_facts(config, spec, geometry, policies.default))
     _print_facts(console, "Plug-ins, with their options", _plugin_facts())
 
@@ -67,18 +67,19 @@ def _model_facts(source: ModelSource, spec: ModelSpec, dtype: str) -> dict[str, 
 
 
 def _page_facts(
-    config: EngineConfig, spec: ModelSpec, layout: HeadLayout, formats: list[FormatPair], geometry: KVGeometry
+    config: EngineConfig, spec: ModelSpec, layout: HeadLayout, parts: list[Part], geometry: KVGeometry
 ) -> dict[str, str]:
     size, heads = config.cache.page_size, layout.heads_per_page
     facts = {
         "layout": f"{config.cache.kv_layout}: {layout.num_groups} group(s) of {heads} heads, {size} rows a page",
     }
-    for tier, fmt, page_bytes in zip(TIERS, formats, geometry.bytes_per_page, strict=False):
-        row = page_bytes // size // heads
+    for i, (tier, page_bytes) in enumerate(zip(TIERS, geometry.bytes_per_page, strict=False)):
+        token = page_bytes * layout.num_groups // size
+        row = f"{page_bytes / size / heads:g} (K and V of one token for one head, scales and scorer state included"
         facts |= {
-            f"{tier} format": fmt.name,
-            f"{tier} bytes per row": f"{row} (K and V of one token for one head, scales and scorer state included)",
-            f"{tier} bytes per token": f"{row * spec.num_layers * spec.num_kv_heads} (all heads of all layers)",
+            f"{tier} format": formats_of(parts, i),
+            f"{tier} bytes per row": f"{row}; the mean of all layers)" if len(parts) > 1 else f"{row})",
+            f"{tier} bytes per token": f"{token} (all heads of all layers)",
             f"{tier} bytes per page": f"{page_bytes}",
         }
     return facts

@@ -254,7 +254,8 @@ def _row_bytes(engine: Engine) -> int:
     """Bytes of the rows that all tiers have room for: without padding's page and what scorers remember of rows."""
     return sum(
         (store.num_pages - 1) * store.num_columns * store.page_size * store.format.bytes_per_row(store.head_dim)
-        for store in engine.runner.kv.tiers
+        for part in engine.runner.kv.parts
+        for store in part.tiers
     )
 
 
@@ -290,12 +291,19 @@ def _peak_rss_bytes() -> int:
 
 def run_engine(name: str, options: dict[str, Any], workload: Workload, threads: int) -> EngineResult:
     """`measure` in a fresh process with `threads` CPU threads. One that fails is a result with a note."""
+    work = {"name": name, "options": options, "workload": asdict(workload), "threads": threads}
+    fields: dict[str, Any] = {"name": name}
+    return EngineResult(**fields | run_apart("pagefold.bench.measure", work, threads))
+
+
+def run_apart(module: str, job: dict[str, Any], threads: int) -> dict[str, Any]:
+    """The answer of a module of ours run as a program, with files for the job and the answer, in a fresh process with
+    `threads` CPU threads; {"note": its last words} if it fails."""
     with tempfile.TemporaryDirectory(prefix="pagefold-bench-") as folder:
-        job, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
-        work = {"name": name, "options": options, "workload": asdict(workload), "threads": threads}
-        job.write_text(json.dumps(work))
+        job_file, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
+        job_file.write_text(json.dumps(job))
         done = subprocess.run(
-            [sys.executable, "-m", "pagefold.bench.measure", str(job), str(answer)],
+            [sys.executable, "-m", module, str(job_file), str(answer)],
             env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -304,8 +312,8 @@ def run_engine(name: str, options: dict[str, Any], workload: Workload, threads: 
         )
         if not answer.exists():
             words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return EngineResult(name, note=words[-1])
-        return EngineResult(**json.loads(answer.read_text()))
+            return {"note": words[-1]}
+        return json.loads(answer.read_text())
 
 
 def _child(job_file: str, answer_file: str) -> None:

@@ -127,7 +127,7 @@ def report(case: Case, results: list[Result], threads: int) -> dict[str, Any]:
         "title": case.title,
         "dtype": case.dtype,
         "threads": threads,
-        "machine": {"processor": _processor(), "python": platform.python_version(), "torch": torch.__version__},
+        "machine": {"processor": processor(), "python": platform.python_version(), "torch": torch.__version__},
         "device": case.device,
         "workload": shape | {"temperature": case.workload.temperature},
         "peer_options": case.peer_options,
@@ -140,7 +140,7 @@ def report(case: Case, results: list[Result], threads: int) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -50,6 +50,8 @@ class CacheConfig:
     kv_cold_format: str | None = _option(None, "row format of the cold tier; default: no cold tier")
     kv_cold_after: int = _option(1024, "rows of a head that stay hot when older ones are cooled, in tokens")
     kv_cold_share: float = _option(0.5, "share of the KV memory that the cold tier gets")
+    kv_format_skip_layers: str | None = _option(None, "layers whose rows are in kv_skip_format, such as '0,1,-1'")
+    kv_skip_format: str = _option("auto", "row format of these layers, in both tiers; 'auto': the model's precision")
     kv_layout: str = _option("uniform", "head layout spec, e.g. 'clustered:profile=FILE'")
     kv_cache_memory_bytes: int | None = _option(None, "bytes of KV pages; default: 1 GiB, on a GPU what is left of it")
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory for weights, work space and KV pages")
@@ -130,6 +132,8 @@ class EngineConfig:
             ("kv_window_slots", sched.kv_window_slots, 1),
         ):
             _at_least(name, value, low)
+        if cache.kv_skip_format != "auto" and cache.kv_format_skip_layers is None:
+            raise InputError("kv_skip_format", f"got {cache.kv_skip_format!r} and no kv_format_skip_layers")
         check_ratio(evict.kv_budget_ratio)
         if cache.kv_keep_turns not in (None, True, False):
             raise InputError("kv_keep_turns", f"got {cache.kv_keep_turns!r}, must be true or false")
@@ -156,6 +160,20 @@ class EngineConfig:
             )
         if evict.kv_lag >= self.period:
             raise InputError("kv_lag", f"got {evict.kv_lag}, must be smaller than kv_buffer ({self.period})")
+
+    def skipped_layers(self, num_layers: int) -> list[int]:
+        """Layers that `kv_format_skip_layers` names, ascending. Raises InputError for others than the model has."""
+        text, found = self.cache.kv_format_skip_layers, set()
+        for part in (text or "").split(",") if text is not None else ():
+            try:
+                layer = int(part)
+            except ValueError:
+                layer = num_layers
+            if not -num_layers <= layer < num_layers:
+                limit = f"must be integers in [{-num_layers}, {num_layers}) separated by commas"
+                raise InputError("kv_format_skip_layers", f"got {text!r}, {limit}")
+            found.add(layer % num_layers)
+        return sorted(found)
 
     @property
     def keep_turns(self) -> bool:

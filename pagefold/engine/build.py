@@ -12,6 +12,7 @@ from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.engine import Engine
 from pagefold.engine.memory import describe, measure
+from pagefold.engine.parts import Part, build_parts, view_in_parts
 from pagefold.engine.policy import PolicyMaker
 from pagefold.kv.bounds import KVGeometry
 from pagefold.kv.layout import LAYOUTS, HeadLayout
@@ -25,7 +26,6 @@ from pagefold.runner.device_sampler import DeviceSampler
 from pagefold.runner.graphs import graph_sizes
 from pagefold.runner.runner import ModelRunner
 from pagefold.runner.sampling import HostSampler, StepSampler
-from pagefold.store.format import FormatPair, parse_format
 from pagefold.store.pagestore import PageStore
 
 logger = logging.getLogger("pagefold")
@@ -37,7 +37,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-FORMAT_OF = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 @dataclass
@@ -105,32 +104,33 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     max_model_len = _max_model_len(config, spec)
     if max_model_len > decoder.max_model_len:
         raise InputError("max_model_len", f"got {max_model_len}, the model was loaded for {decoder.max_model_len}")
-    layout = build_layout(config, spec)
+    layout, parts = build_parts(config, spec, build_layout(config, spec), decoder.dtype)
     policies = PolicyMaker(config, layout)
-    formats = build_formats(config, decoder.dtype)
     backend = build_backend(config, decoder.device)
-    geometry = build_geometry(config, spec, layout, formats, policies, DEFAULT_KV_BYTES)
-    kv = build_view(config, spec, layout, geometry, decoder, max_model_len, policies.has_window)
+    geometry = build_geometry(config, spec, layout, parts, policies, DEFAULT_KV_BYTES)
+    kv = view_in_parts(build_view(config, spec, layout, geometry, decoder, max_model_len, policies.has_window), parts)
 
-    def stores(counts: tuple[int, ...], device: torch.device | str) -> list[PageStore]:
-        size, width = config.cache.page_size, layout.heads_per_page
-        return [
-            PageStore(fmt, pages, width, size, spec.head_dim, policies.state, device)
-            for fmt, pages in zip(formats, counts, strict=True)
-        ]
+    def stores(counts: tuple[int, ...], device: torch.device | str) -> list[list[PageStore]]:
+        return [part.stores(counts, kv.page_size, spec.head_dim, policies.state, device) for part in parts]
+
+    def allocate(counts: tuple[int, ...]) -> None:
+        for view in kv.parts:
+            view.tiers = []  # first, as both do not fit
+        for view, tiers in zip(kv.parts, stores(counts, decoder.device), strict=True):
+            view.tiers = tiers
 
     budget = None
     if decoder.device.type == "cuda":
-        kv.tiers = stores((2,) * len(formats), decoder.device)  # page 0 is all that the probe needs
+        allocate((2,) * len(geometry.num_pages))  # page 0 is all that the probe needs
         budget = measure(decoder, backend, kv, config, geometry, max_model_len)
-        geometry = build_geometry(config, spec, layout, formats, policies, budget.kv_bytes)
-    kv.tiers = stores(geometry.num_pages, decoder.device)
+        geometry = build_geometry(config, spec, layout, parts, policies, budget.kv_bytes)
+    allocate(geometry.num_pages)
     host, sampler = stores(geometry.num_host_pages, "cpu"), build_sampler(spec, decoder)
     runner = ModelRunner(decoder, backend, kv, host, sampler, overlap=config.eviction.kv_lag > 0)
     if decoder.device.type == "cuda" and not config.model.enforce_eager:
         most = min(config.scheduler.max_num_seqs, config.scheduler.tokens_per_step)
         runner.capture(graph_sizes(most), max_model_len)
-    logger.info("%s", describe(config, spec, geometry, formats, kv, budget))
+    logger.info("%s", describe(config, spec, geometry, parts, kv, budget))
     manager = KVManager(geometry, config.cache.enable_prefix_caching)
     return Engine(
         config, runner, manager, policies, loaded.tokenizer, spec.vocab_size, max_model_len, loaded.eos_token_ids
@@ -154,19 +154,6 @@ def build_layout(config: EngineConfig, spec: ModelSpec) -> HeadLayout:
         raise InputError("kv_layout", str(error)) from None
 
 
-def build_formats(config: EngineConfig, dtype: torch.dtype) -> list[FormatPair]:
-    """The format of each tier. "auto" stores rows in the model's own precision."""
-    hot = FORMAT_OF[dtype] if config.cache.kv_format == "auto" else config.cache.kv_format
-    formats = []
-    for field, name in (("kv_format", hot), ("kv_cold_format", config.cache.kv_cold_format)):
-        if name is not None:
-            try:
-                formats.append(parse_format(name))
-            except ValueError as error:
-                raise InputError(field, str(error)) from None
-    return formats
-
-
 def build_backend(config: EngineConfig, device: torch.device) -> Backend:
     """The one asked for, or the fastest for the device that holds the model."""
     name = config.model.backend
@@ -185,7 +172,7 @@ def build_geometry(
     config: EngineConfig,
     spec: ModelSpec,
     layout: HeadLayout,
-    formats: list[FormatPair],
+    parts: list[Part],
     policies: PolicyMaker,
     default_bytes: int,
 ) -> KVGeometry:
@@ -193,10 +180,10 @@ def build_geometry(
     padding's."""
     cache = config.cache
     per_page = tuple(
-        PageStore.bytes_per_page(fmt, layout.heads_per_page, cache.page_size, spec.head_dim, policies.state)
-        for fmt in formats
+        sum(part.bytes_per_page(tier, cache.page_size, spec.head_dim, policies.state) for part in parts)
+        for tier in range(len(parts[0].formats))
     )
-    shares = (1.0,) if len(formats) == 1 else (1 - cache.kv_cold_share, cache.kv_cold_share)
+    shares = (1.0,) if len(per_page) == 1 else (1 - cache.kv_cold_share, cache.kv_cold_share)
     if cache.num_pages is not None:
         pages = tuple(math.ceil(cache.num_pages * share / shares[0]) + 1 for share in shares)
     else:

@@ -8,14 +8,15 @@ import torch
 from pagefold.backends.base import Backend, KVView
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
+from pagefold.engine.parts import Part, formats_of
 from pagefold.kv.bounds import KVGeometry
 from pagefold.models.decoder import Decoder
 from pagefold.models.spec import ModelSpec
 from pagefold.runner.inputs import Batch, forward_inputs
 from pagefold.runner.runner import RANKED_ROWS
-from pagefold.store.format import FormatPair
 
 GRAPH_BYTES = 1 << 30  # kept for captured decode steps and what libraries take later
+TIERS = ("hot", "cold")
 CONTEXT_BYTES = 600 << 20  # what CUDA and its libraries take of a device for a process
 
 
@@ -102,7 +103,7 @@ def describe(
     config: EngineConfig,
     spec: ModelSpec,
     geometry: KVGeometry,
-    formats: list[FormatPair],
+    parts: list[Part],
     kv: KVView,
     budget: MemoryBudget | None,
 ) -> str:
@@ -114,13 +115,12 @@ def describe(
             f"{budget.activations / 1e9:.2f} by a step of {config.scheduler.tokens_per_step} tokens"
         )
     heads = spec.num_layers * spec.num_kv_heads
-    for name, fmt, pages, size in zip(
-        ("hot", "cold"), formats, geometry.num_pages, geometry.bytes_per_page, strict=False
-    ):
+    for tier, (pages, size) in enumerate(zip(geometry.num_pages, geometry.bytes_per_page, strict=True)):
         row = size * geometry.num_groups / heads / geometry.page_size
         tokens = (pages - 1) // geometry.num_groups * geometry.page_size
+        kind = f"{geometry.page_size} rows in {formats_of(parts, tier)}"
         lines.append(
-            f"{name} pages: {pages - 1} of {geometry.page_size} rows in {fmt.name}, {pages * size / 1e9:.2f} GB; "
+            f"{TIERS[tier]} pages: {pages - 1} of {kind}, {pages * size / 1e9:.2f} GB; "
             f"{row:.0f} bytes a row and head, {row * heads:.0f} a token; {tokens} tokens fit, none evicted"
         )
     if kv.window.numel():

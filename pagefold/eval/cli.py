@@ -15,6 +15,7 @@ from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_optio
 from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
 
 COMMON = ("tokenizer", "dtype", "load_format", "seed", "backend", "page_size", "kv_format")
+SKIP = ("kv_format_skip_layers", "kv_skip_format")
 FOLDS = ("kv_buffer", "kv_window", "kv_sink_tokens")
 LAYOUT = ("kv_layout", "kv_cache_memory_bytes")
 
@@ -35,7 +36,7 @@ def add_parsers(subparsers: Any) -> None:
 
 def _add_perplexity(subparsers: Any) -> None:
     parser = subparsers.add_parser("perplexity", help="perplexity of a text, and divergence from the full cache")
-    add_engine_flags(parser, (*COMMON, *FOLDS, *LAYOUT))
+    add_engine_flags(parser, (*COMMON, *SKIP, *FOLDS, *LAYOUT))
     add = parser.add_argument
     add("--text", default=DEFAULT_TEXT, help="text file; default: the beginning of Persuasion, which comes along")
     add("--tokens", type=int, default=20000, help="tokens of the text (default: %(default)s)")
@@ -134,7 +135,7 @@ def draw_chart(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 def _add_needle(subparsers: Any) -> None:
     parser = subparsers.add_parser("needle", help="find a number that was hidden in prose")
-    add_engine_flags(parser, (*COMMON, *FOLDS, *LAYOUT, "kv_eviction", "kv_budget", "kv_prefill_buffer"))
+    add_engine_flags(parser, (*COMMON, *SKIP, *FOLDS, *LAYOUT, "kv_eviction", "kv_budget", "kv_prefill_buffer"))
     add = parser.add_argument
     add("--text", default=DEFAULT_TEXT, help="text to hide it in; default: the beginning of Persuasion")
     add("--lengths", type=listed(), default="1024,2048,4096", help="prompt lengths in tokens (default: %(default)s)")

@@ -96,14 +96,14 @@ class Comparison:
 def compare(decoder: Decoder, full: Tensor, tested: Tensor, window: Sequence[int]) -> Comparison:
     """Score the predictions from hidden states [T, hidden] of one window of T + 1 tokens (see `Teacher.read`)."""
     parts = []
-    targets = torch.tensor(window[1:])
+    targets = torch.tensor(window[1:], device=full.device)
     for first in range(0, len(targets), BLOCK_ROWS):
         rows = slice(first, first + BLOCK_ROWS)
         p, q = (log_probs(decoder, hidden[rows]) for hidden in (full, tested))
         nll = -q.gather(1, targets[rows, None])[:, 0]
         kl = (p.exp() * (p - q)).sum(-1)
         agree = p.argmax(-1) == q.argmax(-1)
-        parts.append(torch.stack([nll.float(), kl.float(), agree.float()]).numpy())
+        parts.append(torch.stack([nll.float(), kl.float(), agree.float()]).cpu().numpy())
     return Comparison(*np.concatenate(parts, axis=1))
 
 

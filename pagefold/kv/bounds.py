@@ -1,11 +1,13 @@
 """How many pages a sequence can ever need: what admission promises, and what is refused because it could never run."""
 
 from bisect import bisect_left
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
 from pagefold.core.types import InputError
+from pagefold.kv.ledger import Ledger
 from pagefold.kv.pool import PagePool
 from pagefold.kv.state import COLD, HOT, FoldPolicy, RowCounts
 
@@ -109,3 +111,18 @@ def fits_tokens(pools: list[PagePool], policy: FoldPolicy, size: int, prompt_len
         return any(n >= p.num_pages for n, p in zip(peak_pages(policy, size, prompt_len, last), pools))
 
     return prompt_len - 1 + bisect_left(range(prompt_len, most + 1), True, key=too_long)
+
+
+def fits_requests(geometry: KVGeometry, policy: FoldPolicy, prompt_len: int, last: int) -> int:
+    """Sequences of this length that run together without a preemption or a wait for pages, if each comes when the
+    prompts of those before it are folded."""
+    size = geometry.page_size
+    peaks, settled = (peak_pages(policy, size, length, last) for length in (prompt_len, 0))
+    hot, cold = copied_pages(policy, size, last)
+
+    def too_many(count: int) -> bool:
+        spare = Ledger.spare_for(Counter({(policy.lag + 1, policy.period, hot, cold): count}))
+        needs = (peak + (count - 1) * each + kept for peak, each, kept in zip(peaks, settled, spare))
+        return any(need >= num_pages for need, num_pages in zip(needs, geometry.num_pages))
+
+    return bisect_left(range(1, geometry.max_seqs + 1), True, key=too_many)

@@ -1,5 +1,7 @@
 """Which heads share pages, and how many of their rows survive a compaction."""
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -67,6 +69,37 @@ class HeadLayout:
         """
         rows = np.clip(self.weight * budget, max(floor, 1), 1 << 30)  # counts are int32
         return (np.maximum(np.round(rows / page_size), -(-floor // page_size)).clip(1) * page_size).astype(np.int32)
+
+
+def set_apart(layout: HeadLayout, layers: Collection[int]) -> HeadLayout:
+    """The layout with the heads of some layers in the last columns of every group, so that these columns may hold rows
+    of another size.
+
+    Where the groups have equally many of these heads, groups stay what they are. Else both kinds of heads are dealt
+    anew, in the order of their weights, and a group's weight is the mean of what its heads had: the mean over all
+    groups stays 1. Raises ValueError if they cannot be dealt evenly.
+    """
+    num_layers, num_heads = layout.group_of.shape
+    groups, per_page = layout.num_groups, layout.heads_per_page
+    apart = np.isin(np.arange(num_layers), list(layers)).repeat(num_heads)
+    count, odd = divmod(int(apart.sum()), groups)
+    if odd:
+        step = groups // math.gcd(groups, num_heads)
+        raise ValueError(f"got {len(layers)} layers, must be a multiple of {step}: the layout has {groups} groups")
+    group_of, weight = layout.group_of.ravel().copy(), layout.weight
+    column_of = np.empty_like(group_of)
+    if not np.array_equal(np.bincount(group_of[apart], minlength=groups), np.full(groups, count)):
+        wanted = weight[group_of]
+        for kind in (~apart, apart):
+            cells = np.flatnonzero(kind)
+            group_of[cells[np.argsort(wanted[cells], kind="stable")]] = np.arange(groups).repeat(len(cells) // groups)
+        weight = np.bincount(group_of, wanted) / per_page
+    for kind, first in ((~apart, 0), (apart, per_page - count)):
+        cells = np.flatnonzero(kind)
+        cells = cells[np.argsort(group_of[cells], kind="stable")].reshape(groups, -1)
+        column_of[cells] = first + np.arange(cells.shape[1])
+    shape = num_layers, num_heads
+    return HeadLayout(group_of.reshape(shape), column_of.reshape(shape), weight)
 
 
 class LayoutSpec(Protocol):

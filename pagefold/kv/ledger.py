@@ -55,9 +55,9 @@ class Ledger:
         extra   a sequence that may be about to join
         """
         if extra is not None and any(extra.copies):
-            return self._spare_for(self._kinds + Counter([self._kind(extra)]))
+            return self.spare_for(self._kinds + Counter([self._kind(extra)]))
         if self._spare is None:
-            self._spare = self._spare_for(self._kinds)
+            self._spare = self.spare_for(self._kinds)
         return self._spare
 
     @staticmethod
@@ -66,7 +66,8 @@ class Ledger:
         return kv.policy.lag + 1, kv.policy.period, hot, cold
 
     @staticmethod
-    def _spare_for(kinds: Counter[_Kind]) -> list[int]:
+    def spare_for(kinds: Counter[_Kind]) -> list[int]:
+        """`spare` for so many sequences of each kind."""
         kinds = +kinds
         if not kinds:
             return [0, 0]

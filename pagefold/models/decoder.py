@@ -67,8 +67,9 @@ class Decoder:
         h = backend.rms_norm(x, *layers[0].attention_norm)
         for index, layer in enumerate(layers):
             qkv = layer.qkv(h).view(len(x), -1, head_dim)
-            q = backend.append(kv, index, qkv, fwd, self._turns[index])
-            out = backend.attend(kv, index, q, fwd, self.scale)
+            own = kv.of(index)
+            q = backend.append(own, index, qkv, fwd, self._turns[index])
+            out = backend.attend(own, index, q, fwd, self.scale)
             h = backend.add_rms_norm(x, layer.o(out.view(len(x), -1)), *layer.mlp_norm)
             delta = layer.down(backend.silu_mul(layer.gate_up(h)))
             after = layers[index + 1].attention_norm if index + 1 < len(layers) else self.weights.norm

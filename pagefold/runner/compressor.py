@@ -214,7 +214,9 @@ class Compressor:
 
     def _run_table(self, batch: _Batch, table: Tensor, policy: ScorePolicy, all_kept: bool) -> None:
         def launch(table: Tensor) -> None:
-            self._run_batch(batch.on_device(table), policy, all_kept)
+            jobs = batch.on_device(table)
+            for kv in self.kv.parts:
+                self._run_batch(kv, jobs, policy, all_kept)
 
         if self._graphs is None:
             launch(table)
@@ -245,24 +247,25 @@ class Compressor:
                 dst[i, : len(job.dst_pages)] = job.dst_pages
             yield _Batch(some, table, num_jobs, num_dst, max_src, max_rows)
 
-    def _run_batch(self, jobs: JobBatch, policy: ScorePolicy, all_kept: bool) -> None:
-        num_jobs, columns, num_src = len(jobs.slots), self.kv.members.shape[1], jobs.max_src
-        heads = self.kv.group_of.shape[1]
-        per_row = 4 * (self.kv.tiers[0].head_dim if self._decodes(policy, all_kept) else WORDS_PER_ROW)
+    def _run_batch(self, kv: KVView, jobs: JobBatch, policy: ScorePolicy, all_kept: bool) -> None:
+        """Score, select and move the rows of one part of the view."""
+        num_jobs, columns, num_src = len(jobs.slots), kv.members.shape[1], jobs.max_src
+        heads = kv.group_of.shape[1]
+        per_row = 4 * (kv.tiers[0].head_dim if self._decodes(policy, all_kept) else WORDS_PER_ROW)
         per_tile = max(1, self.tile_bytes // (num_jobs * num_src * per_row))
         # whole layers at a time where the layout has them side by side, so that a scorer may look across a layer
         tile = max(heads, per_tile // heads * heads) if columns % heads == 0 else min(per_tile, columns)
         for start in range(0, columns, tile):
             part = slice(start, min(start + tile, columns))
             if all_kept:
-                rows = jobs.dst_pages.shape[1] * self.kv.page_size
+                rows = jobs.dst_pages.shape[1] * kv.page_size
                 keep = torch.arange(rows, device=self._device).expand(num_jobs, part.stop - part.start, rows)
-                self.backend.compact(self.kv, jobs, part, keep, {})
+                self.backend.compact(kv, jobs, part, keep, {})
                 continue
-            ctx = self._context(jobs, part, policy)
+            ctx = self._context(kv, jobs, part, policy)
             scores = self.score(ctx, policy)
-            keep = self.backend.select_rows(self.kv, jobs, scores, policy.sink_tokens, policy.window)
-            self.backend.compact(self.kv, jobs, part, keep, ctx.new_state)
+            keep = self.backend.select_rows(kv, jobs, scores, policy.sink_tokens, policy.window)
+            self.backend.compact(kv, jobs, part, keep, ctx.new_state)
 
     def _decodes(self, policy: ScorePolicy, all_kept: bool) -> bool:
         """Whether rows are decoded into memory, as on a CPU they always are."""
@@ -274,17 +277,17 @@ class Compressor:
         """float32[J, C, N]: what the policy's scorer says of the rows. A subclass may watch the scores here."""
         return SCORERS.build(policy.scorer).score(ctx)
 
-    def _context(self, jobs: JobBatch, columns: slice, policy: ScorePolicy) -> ScoreContext:
-        members = self.kv.members[jobs.groups][:, columns].long()
+    def _context(self, kv: KVView, jobs: JobBatch, columns: slice, policy: ScorePolicy) -> ScoreContext:
+        members = kv.members[jobs.groups][:, columns].long()
         return ScoreContext(
-            rows=_Rows(self.backend, self.kv, jobs, columns, self.scale),
+            rows=_Rows(self.backend, kv, jobs, columns, self.scale),
             num_src=jobs.num_src,
             num_rows=jobs.num_rows,
             num_tokens=jobs.num_tokens,
-            first=self.kv.evicted[jobs.slots, jobs.groups] == 0,
+            first=kv.evicted[jobs.slots, jobs.groups] == 0,
             layers=members[..., 0],
             heads=members[..., 1],
-            inv_freq=self.kv.inv_freq,
+            inv_freq=kv.inv_freq,
             scale=self.scale,
             sink_tokens=policy.sink_tokens,
             window=policy.window,

@@ -65,7 +65,7 @@ class ModelRunner:
     model     forward pass and head
     backend   whoever touches page bytes
     kv        the stores and tables
-    host      one store per tier in host memory, for swapped requests
+    host      for each part of the view, one store per tier in host memory, for swapped requests
     graphs    captured passes of decode batches (see `capture`), or None
     overlap   jobs run beside the steps until their commit, on a device
     """
@@ -75,7 +75,7 @@ class ModelRunner:
         model: Model,
         backend: Backend,
         kv: KVView,
-        host: list[PageStore],
+        host: list[list[PageStore]],
         sampler: StepSampler,
         overlap: bool = False,
     ):
@@ -162,7 +162,8 @@ class ModelRunner:
 
     def _swap(self, swaps: list[SwapOp]) -> None:
         for op in swaps:
-            device, host = self.kv.tiers[op.tier], self.host[op.tier]
-            src, dst = host if op.move is Move.IN else device, host if op.move is Move.OUT else device
             ids = [torch.from_numpy(np.asarray(pages, np.int64)) for pages in (op.src_pages, op.dst_pages)]
-            self.backend.copy_pages(src, ids[0], dst, ids[1])
+            for kv, stores in zip(self.kv.parts, self.host, strict=True):
+                device, host = kv.tiers[op.tier], stores[op.tier]
+                src, dst = host if op.move is Move.IN else device, host if op.move is Move.OUT else device
+                self.backend.copy_pages(src, ids[0], dst, ids[1])

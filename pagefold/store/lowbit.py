@@ -1,4 +1,4 @@
-"""Rows of 2 or 4 bits a channel: rotated, symmetric, one scale a row."""
+"""Rows of 2, 4 or 8 bits a channel: rotated, symmetric, one scale a row."""
 
 from dataclasses import dataclass, field
 
@@ -202,7 +202,7 @@ def store_mid_rise(data, scale, row, ok, x, N: tl.constexpr, D: tl.constexpr, BI
     widest = tl.div_rn(amax, tl.full(amax.shape, LARGEST_CODE * 0.5, tl.float32))
     least = tl.full(amax.shape, float("inf"), tl.float32)
     best = widest
-    for clip in tl.static_range(0, 6):
+    for clip in tl.static_range(len(CLIPS)):
         candidate = device_float16_above(widest * CLIPS[clip])
         e = (device_codes(y, candidate, LARGEST_CODE) - LARGEST_CODE * 0.5) * candidate[:, None] - y
         error = tl.sum(e * e, 1)

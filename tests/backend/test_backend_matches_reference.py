@@ -21,7 +21,9 @@ from tests.backend.cases import (
 )
 
 STATE = {"score": Plane(torch.float32, 1), "pair": Plane(torch.float16, 2)}
-TIERS = [*((name, None) for name in FORMATS.names()), ("bf16", "int4"), ("int4", "k4v2"), ("fp32", "k=fp8,v=int4")]
+PAIRS = ["k=fp8,v=int4", "k=int4,v=fp16"]
+TIERS = [*((name, None) for name in [*FORMATS.names(), *PAIRS])]
+TIERS += [("bf16", "int4"), ("int4", "k4v2"), ("fp32", "k=fp8,v=int4")]
 BACKENDS = [name for name in registry.testable_backends() if name != "reference"]
 DECODE = [(5, 1), (1, 1), (3, 1), (2, 1), (4, 1)]
 PREFILL = [(5, 20), (1, 1), (2, 7), (3, 3), (4, 1)]

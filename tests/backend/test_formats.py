@@ -33,7 +33,16 @@ def outliers(num_rows: int, head_dim: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name, expected",
-    [("fp64", 2048), ("fp32", 1024), ("bf16", 512), ("fp16", 512), ("fp8", 260), ("int4", 132), ("k4v2", 100)],
+    [
+        ("fp64", 2048),
+        ("fp32", 1024),
+        ("bf16", 512),
+        ("fp16", 512),
+        ("fp8", 260),
+        ("int8", 260),
+        ("int4", 132),
+        ("k4v2", 100),
+    ],
 )
 def test_bytes_per_row(name, expected):
     """K and V of one head at D = 128, scales included, and what a store really allocates."""
@@ -85,7 +94,10 @@ def test_clip_search_is_never_worse_than_the_full_range(codec):
 def test_errors_lie_in_their_bands():
     """Mean relative L2 error of Gaussian rows at D = 128, and what rotation buys on rows with outlier channels."""
     x = torch.randn(3000, 128)
-    fp8, bits4, bits2 = (relative_error(codec, x) for codec in (parse_format("fp8").k, INT4, K4V2.v))
+    fp8, bits8, bits4, bits2 = (
+        relative_error(codec, x) for codec in (parse_format("fp8").k, parse_format("int8").k, INT4, K4V2.v)
+    )
+    assert bits8 < fp8 / 4
     assert 0.0255 < fp8 < 0.0275
     assert 0.095 < bits4 < 0.105
     assert 0.335 < bits2 < 0.350
@@ -165,7 +177,7 @@ def test_nan_and_infinity_policy(codec):
 
 @given(st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=16, max_size=16))
 def test_any_row_can_be_stored_in_a_scaled_format(values):
-    for name in ("fp8", "int4", "k4v2"):
+    for name in ("fp8", "int8", "int4", "k4v2"):
         codec = parse_format(name).v
         data, scale = codec.encode(torch.tensor(values))
         assert torch.isfinite(codec.decode(data, scale, torch.float32)).all() and (scale > 0).all()

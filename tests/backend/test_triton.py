@@ -49,7 +49,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 
 STATE = {"score": Plane(torch.float32, 1), "pair": Plane(torch.float16, 2)}
-ONE_TIER = [(name, None) for name in FORMATS.names() if name != "fp64"]
+PAIRS = ["k=fp8,v=int4", "k=int4,v=fp16"]
+ONE_TIER = [(name, None) for name in [*FORMATS.names(), *PAIRS] if name != "fp64"]
 TIERS = [*ONE_TIER, ("bf16", "int4"), ("int4", "k4v2"), ("fp32", "k=fp8,v=int4")]
 DECODE = [(4, 1), (1, 1), (3, 1), (2, 1)]
 MIXED = [(4, 20), (1, 1), (2, 7), (3, 3)]

@@ -59,7 +59,7 @@ def test_folded_tokens_do_not_depend_on_the_backend(scorer, layout, layout_of):
 
 @pytest.mark.parametrize("chunk", [1, 7])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("format", FORMATS.names())
+@pytest.mark.parametrize("format", [*FORMATS.names(), "k=fp8,v=int4", "k=int4,v=fp8"])
 def test_folded_logits_of_every_format_do_not_depend_on_the_backend(format, dtype, chunk):
     """In float32 and token by token the CPU reads rows with its compiled kernel. Recency ranks rows by age: no rounding
     can change which are kept."""

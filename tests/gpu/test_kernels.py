@@ -260,7 +260,7 @@ def check_last_token(view: KVView, case: Case, q: torch.Tensor, scale: float, li
 
 @pytest.mark.parametrize("scale", [0.002, 0.088, 0.3], ids=["flat", "usual", "peaked"])
 @pytest.mark.parametrize("length", [64, 4096, 32768, 131072])
-@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8", "int4", "k4v2"])
+@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8", "int8", "int4", "k4v2"])
 def test_long_attention_stays_exact(format, length, scale):
     """Flat attention over long sequences is where a bias left in the accumulators would show."""
     view, case = long_view(format, length)
@@ -268,7 +268,7 @@ def test_long_attention_stays_exact(format, length, scale):
     check_last_token(view, case, q, scale, 5e-3 if format == "bf16" else 2e-3)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8", "int4", "k4v2"])
+@pytest.mark.parametrize("format", ["bf16", "fp16", "fp8", "int8", "int4", "k4v2"])
 def test_a_row_that_takes_the_attention_does_not_hide_the_others(format):
     """Its own values are 0, so the output is that of weights of a millionth: too small for float16 as they are."""
     view, case = long_view(format, 4096)

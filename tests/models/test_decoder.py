@@ -1,5 +1,8 @@
 """The decoder against transformers: the same config and weights give the same logits."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -52,6 +55,9 @@ FAMILIES = {
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}),
     "qwen3-biases": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"attention_bias": True}),
 }
+
+
+NO_PAGES: Any = SimpleNamespace(of=lambda layer: None)  # the backends here keep rows themselves
 
 
 class DenseBackend(TorchOps):
@@ -110,7 +116,7 @@ def run(decoder, tokens: Tensor, steps: list[int]) -> Tensor:
     """Logits of one sequence computed in chunks of the given sizes."""
     backend, out, start = DenseBackend(decoder.spec.num_kv_heads), [], 0
     for num in steps:
-        hidden = decoder.forward(inputs((1, start, tokens[start : start + num])), None, backend)
+        hidden = decoder.forward(inputs((1, start, tokens[start : start + num])), NO_PAGES, backend)
         out.append(decoder.logits(hidden))
         start += num
     return torch.cat(out)
@@ -199,8 +205,8 @@ def test_neighbours_and_chunks_never_change_a_sequence(family):
     alone = run(decoder, mine, [24])
 
     backend = DenseBackend(decoder.spec.num_kv_heads)
-    decoder.forward(inputs((1, 0, mine[:9]), (2, 0, other[:14])), None, backend)
-    hidden = decoder.forward(inputs((2, 14, other[14:15]), (1, 9, mine[9:])), None, backend)
+    decoder.forward(inputs((1, 0, mine[:9]), (2, 0, other[:14])), NO_PAGES, backend)
+    hidden = decoder.forward(inputs((2, 14, other[14:15]), (1, 9, mine[9:])), NO_PAGES, backend)
     torch.testing.assert_close(decoder.logits(hidden[1:]), alone[9:])
 
 
@@ -220,7 +226,7 @@ def test_the_backend_gets_heads_in_the_models_dtype():
             return q
 
     decoder = tiny_decoder(dtype=torch.bfloat16)
-    hidden = decoder.forward(inputs((1, 0, torch.arange(5))), None, Shapes())
+    hidden = decoder.forward(inputs((1, 0, torch.arange(5))), NO_PAGES, Shapes())
     assert (hidden.shape, hidden.dtype) == ((5, 64), torch.bfloat16)
     assert decoder.logits(hidden).dtype == torch.bfloat16
     assert seen == [(layer, (5, 8, 16), torch.bfloat16) for layer in range(2)]

@@ -1,46 +1,18 @@
 """The example of each `add-a-*` page works when it is saved where the page says; tests that a page names exist."""
 
-import importlib
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pagefold.core.registry import Registry
 from pagefold.evict.scorer import SCORERS, ScoreContext
 from pagefold.kv.layout import LAYOUTS
 from pagefold.store.format import FORMATS, parse_format
 from pagefold.store.pagestore import PageStore
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture
-def drop_in(tmp_path, monkeypatch):
-    """Save a page's example under the name the page gives it, in a folder that the registry takes for its own."""
-
-    def drop(page: str, registry: Registry) -> str:
-        text = (DOCS / page).read_text()
-        (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        (folder, name) = re.findall(r"`(pagefold/[\w/]+)/(\w+)\.py`:", text)[-1]
-        assert folder.replace("/", ".") == registry.package
-        assert name not in registry.names(), f"{page} shows {name}, which is built in"
-        (tmp_path / f"{name}.py").write_text(code)
-        package = importlib.import_module(registry.package)
-        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-        monkeypatch.setattr(registry, "_items", dict(registry._items))
-        monkeypatch.setattr(registry, "_loaded", False)
-        dropped.append(f"{registry.package}.{name}")
-        assert name in registry.names()
-        return name
-
-    dropped: list[str] = []
-    yield drop
-    for module in dropped:
-        sys.modules.pop(module, None)
 
 
 class Rows:

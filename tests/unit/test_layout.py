@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagefold.kv.layout import LAYOUTS, HeadLayout
+from pagefold.kv.layout import LAYOUTS, HeadLayout, set_apart
 
 
 @st.composite
@@ -72,3 +72,32 @@ def test_uniform_is_one_group_with_the_plain_budget():
 def test_broken_tables_are_refused(group_of, column_of, weight, message):
     with pytest.raises(ValueError, match=message):
         HeadLayout(np.array(group_of), np.array(column_of), np.array(weight))
+
+
+@given(st.data())
+def test_layers_are_set_apart_in_the_last_columns_of_every_group(data):
+    """The layout stays a bijection, budgets keep their mean, and heads that want alike stay together."""
+    layout = data.draw(layouts())
+    (num_layers, num_heads), groups, per_page = layout.group_of.shape, layout.num_groups, layout.heads_per_page
+    layers = data.draw(st.sets(st.integers(0, num_layers - 1), max_size=num_layers))
+    if len(layers) * num_heads % groups:
+        with pytest.raises(ValueError, match=f"got {len(layers)} layers, must be a multiple of"):
+            set_apart(layout, layers)
+        return
+    found = set_apart(layout, layers)
+    apart = np.isin(np.arange(num_layers), list(layers))
+    first = per_page - len(layers) * num_heads // groups
+    assert (found.column_of[apart] >= first).all() and (found.column_of[~apart] < first).all()
+    assert found.weight.mean() == pytest.approx(1)
+    for kind in (apart, ~apart):
+        before, after = layout.weight[layout.group_of[kind]], found.group_of[kind]
+        if not np.array_equal(found.group_of, layout.group_of):
+            tops = [before[after == group].max() for group in range(groups)]
+            assert tops == sorted(tops)
+
+
+def test_groups_that_can_spare_the_layers_stay_what_they_are():
+    columns = np.arange(6, dtype=np.int32).reshape(3, 2)
+    uniform = HeadLayout(np.zeros_like(columns), columns, np.ones(1))
+    found = set_apart(uniform, [0])
+    assert found.column_of.tolist() == [[4, 5], [0, 1], [2, 3]] and (found.group_of == 0).all()

@@ -58,14 +58,17 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         return self._decode_shape or decode_shape(v, head_dim), self._prefill_shape or prefill_shape(v, head_dim)
 
     def _plan(self, kv: KVView, fwd: ForwardInputs) -> BatchPlan:
-        if not (isinstance(fwd.plan, BatchPlan) and fwd.plan.kv is kv):
+        plans = fwd.plan = fwd.plan or {}
+        plan = plans.get(id(kv))
+        if not isinstance(plan, BatchPlan):
             long = self._long.plan(kv, fwd) if self._prefill_shape is None else []
-            fwd.plan = plan_batch(kv, fwd, [chunk.index for chunk in long])
-            fwd.plan.long = long
-        return fwd.plan
+            plan = plans[id(kv)] = plan_batch(kv, fwd, [chunk.index for chunk in long])
+            plan.long = long
+        return plan
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
-        warm_up(kv, max_tokens, max_model_len)
+        for part in kv.parts:
+            warm_up(part, max_tokens, max_model_len)
 
     def append(self, kv: KVView, layer: int, qkv: Tensor, fwd: ForwardInputs, turn: HeadTurn | None) -> Tensor:
         hot, plan, qkv = kv.tiers[0], self._plan(kv, fwd), qkv.contiguous()

@@ -105,7 +105,7 @@ class LongPrefill:
     """Finds the long chunks of batches. Remembers the layout of the cache on the host."""
 
     def __init__(self):
-        self._kv: KVView | None = None
+        self._on_device: Tensor | None = None
         self._group_of = np.empty((0, 0), np.int32)
 
     def plan(self, kv: KVView, fwd: ForwardInputs) -> list[LongChunk]:
@@ -125,8 +125,8 @@ class LongPrefill:
 
     def chunk(self, kv: KVView, index: int, slot: int, tokens: slice, past: np.ndarray) -> LongChunk:
         """`past` int[G]: rows of each group before these tokens."""
-        if self._kv is not kv:
-            self._kv, self._group_of = kv, kv.group_of.cpu().numpy()
+        if self._on_device is not kv.group_of:
+            self._on_device, self._group_of = kv.group_of, kv.group_of.cpu().numpy()
         found = [tuple(rows) for rows in past[self._group_of].tolist()]
         parts_of = {rows: _heads_together(rows) for rows in dict.fromkeys(found)}
         tables = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs, KVView
 from pagefold.backends.upload import upload
-from pagefold.store.format import RowCodec
+from pagefold.store.format import FORMATS, RowCodec
 from pagefold.store.shim import DeviceCodec, DeviceRowCodec, tl, triton
 
 
@@ -71,10 +71,16 @@ def interpreted() -> bool:
 
 
 def device_codec(codec: RowCodec) -> DeviceCodec:
-    device = getattr(cast(DeviceRowCodec, codec), "device", None)
+    device = _device_of(codec)
     if device is None:
-        raise ValueError(f"backend triton: no kernels for {codec}; use one of bf16, fp16, fp32, fp8, int4, k4v2")
+        built = {name: FORMATS.build(name) for name in FORMATS.names()}
+        known = [name for name, both in built.items() if _device_of(both.k) and _device_of(both.v)]
+        raise ValueError(f"backend triton: no kernels for {codec}; use one of {', '.join(known)}")
     return device
+
+
+def _device_of(codec: RowCodec) -> DeviceCodec | None:
+    return getattr(cast(DeviceRowCodec, codec), "device", None)
 
 
 def mma_dtype(codec: DeviceCodec) -> Any:
