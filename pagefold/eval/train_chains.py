@@ -5,6 +5,9 @@ all. So a step is small (16k to 32k tokens), programs have two lines at first, l
 token of an answer's line is predicted right in 99 % of the places at the present length, and half of the batches have
 fewer. No program is seen twice, so the accuracy on a batch before its step is that on unseen data.
 
+Looking up a variable that a line's operand names is two recalls in a row, too much to be found at once. So questions
+follow each training program, after the EOS at which an answer ends: `? x = value`, each a single recall.
+
 A greedy answer is right as a whole exactly if the model, given the right answer up to any token, ranks the next token
 first. So the share of whole answers, the column `whole` of the log, is greedy pass@1 (of the thought) without decoding.
 """
@@ -26,9 +29,12 @@ from torch import Tensor, nn
 
 from pagefold.core.types import InputError
 from pagefold.eval.chains import (
+    ANSWER_END,
     ANSWER_LINE,
+    ASK,
     BOS,
     EOS,
+    EQUALS,
     PAD,
     VOCAB,
     answer_length,
@@ -38,13 +44,15 @@ from pagefold.eval.chains import (
 )
 from pagefold.eval.train_options import TrainOptions
 
-COLUMNS = ("name", "=", "a", "op", "b", "=", "result", ";", "end")  # kinds of tokens of an answer
-PASS = 0.99  # accuracy of the weakest kind of a line's tokens at which lines are added
+COLUMNS = ("name", "=", "a", "op", "b", "=", "result", ";", "recall", "end")  # kinds of tokens that are learnt
+GATED = len(COLUMNS) - 1  # the end is mostly marks
+PASS = 0.99  # accuracy of the weakest kind at which lines are added
 GROWTH = 1.25
 GAIN, EMBEDDING = 0.7, 0.3  # initial scale of a product's output, and of the embedding
 PLAIN = 0.5  # share of the programs that look up more than the task's do
 SHORTER = 0.5  # share of the batches with fewer lines than the present number
 JUDGED = 20  # batches at the present length that are judged together
+QUESTIONS, QUESTION = 16, 4  # questions after a program, one for each of its lines at most, and tokens of each
 DRAWN_AHEAD = 16  # batches drawn at once, for drawing takes some launches per line
 LOG_SECONDS = 10
 
@@ -68,7 +76,7 @@ def llama_config(o: TrainOptions) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "rope_theta": o.rope_theta,
-        "max_position_embeddings": max(2048, longest),
+        "max_position_embeddings": max(2048, longest + QUESTION * QUESTIONS),
         "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
@@ -168,8 +176,18 @@ class Llama(nn.Module):
 # ---- data and curriculum
 
 
+def ask(programs: Tensor, lines: int, generator: torch.Generator) -> Tensor:
+    """Append questions for lines drawn at random to programs int64[B, T]: int64[B, T + QUESTION * questions]."""
+    size = (len(programs), min(lines, QUESTIONS))
+    asked = torch.randint(lines, size, generator=generator, device=programs.device)
+    worked = split_answer(programs)[1][:, : ANSWER_LINE * lines].unflatten(1, (lines, ANSWER_LINE))
+    names, values = (worked[:, :, column].gather(1, asked) for column in (0, ANSWER_LINE - 2))
+    marks = torch.full_like(names, ASK), torch.full_like(names, EQUALS)
+    return torch.cat([programs, torch.stack([marks[0], names, marks[1], values], dim=2).flatten(1)], dim=1)
+
+
 class Programs:
-    """Batches of programs that were never seen before, of any number of lines."""
+    """Batches of programs that were never seen before, of any number of lines, with questions."""
 
     def __init__(self, tokens: int, generator: torch.Generator):
         self.tokens, self.generator = tokens, generator
@@ -179,14 +197,16 @@ class Programs:
         """int64[B, T] ids of programs of `lines` lines, B * T about `tokens`."""
         batch = next(self._drawn.get(lines, iter(())), None)
         if batch is None:
-            size = max(1, round(self.tokens / (prompt_length(lines) + answer_length(lines))))
-            self._drawn[lines] = iter(draw_programs(size * DRAWN_AHEAD, lines, self.generator, PLAIN).split(size))
+            length = prompt_length(lines) + answer_length(lines) + QUESTION * min(lines, QUESTIONS)
+            size = max(1, round(self.tokens / length))
+            drawn = draw_programs(size * DRAWN_AHEAD, lines, self.generator, PLAIN)
+            self._drawn[lines] = iter(ask(drawn, lines, self.generator).split(size))
             batch = next(self._drawn[lines])
         return batch
 
 
 class Curriculum:
-    """How many lines programs have: more as soon as each kind of a line's tokens is right in `PASS` of the places."""
+    """How many lines programs have: more as soon as each kind of token is right in `PASS` of the places."""
 
     def __init__(self, first: int, most: int, seed: int):
         self.lines, self.most = first, most
@@ -209,7 +229,7 @@ class Curriculum:
         if self._unread < JUDGED or self.lines == self.most:
             return False
         self._unread = 0
-        if self.accuracy[:ANSWER_LINE].min() < PASS:
+        if self.accuracy[:GATED].min() < PASS:
             return False
         self.lines = min(self.most, max(self.lines + 1, int(self.lines * GROWTH)))
         self._recent.clear()
@@ -223,15 +243,26 @@ class Curriculum:
         return torch.stack(list(self._recent)).mean(0).cpu()
 
 
-def score(logits: Tensor, answer: Tensor) -> Tensor:
-    """Shares that are predicted right: of each kind in `COLUMNS`, then of whole answers; float32[columns + 1].
+def score(logits: Tensor, targets: Tensor, lines: int) -> Tensor:
+    """Shares that are predicted right: of each kind in `COLUMNS` (recall is NaN without questions), then of whole
+    answers; float32[columns + 1].
 
-    logits [B, A, vocab] for answer int64[B, A]
+    logits [B, N, vocab] for targets int64[B, N]: an answer of `lines` lines, and questions
     """
-    right = (logits.argmax(-1) == answer).float()
-    lines, end = right.split([right.shape[1] // ANSWER_LINE * ANSWER_LINE, right.shape[1] % ANSWER_LINE], dim=1)
-    of_kind = lines.unflatten(1, (-1, ANSWER_LINE)).mean((0, 1))
-    return torch.cat([of_kind, end.mean()[None], right.amin(1).mean()[None]])
+    right = (logits.argmax(-1) == targets).float()
+    answer, questions = right[:, : answer_length(lines)], right[:, answer_length(lines) :]
+    worked, end = answer.split([ANSWER_LINE * lines, ANSWER_END], dim=1)
+    of_kind = worked.unflatten(1, (lines, ANSWER_LINE)).mean((0, 1))
+    recall = questions[:, QUESTION - 1 :: QUESTION].mean()
+    return torch.cat([of_kind, torch.stack([recall, end.mean(), answer.amin(1).mean()])])
+
+
+def loss_of(logits: Tensor, targets: Tensor, lines: int) -> Tensor:
+    """Mean over the tokens of the answers, plus mean over the values that are asked for, in nats."""
+    length = answer_length(lines)
+    parts = [(logits[:, :length], targets[:, :length])]
+    parts += [(logits[:, length + QUESTION - 1 :: QUESTION], targets[:, length + QUESTION - 1 :: QUESTION])]
+    return torch.stack([F.cross_entropy(x.flatten(0, 1).float(), y.flatten()) for x, y in parts]).sum()
 
 
 # ---- training
@@ -267,8 +298,8 @@ class Trainer:
         """One step; True if the programs grow after it."""
         lines = self.curriculum.next_lines()
         ids = self.programs.take(lines)
-        logits, answer = self.predict(ids)
-        F.cross_entropy(logits.flatten(0, 1).float(), answer.flatten()).backward()
+        logits, targets = self.predict(ids, lines)
+        loss_of(logits, targets, lines).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(progress)
@@ -276,19 +307,20 @@ class Trainer:
         self.optimizer.zero_grad()
         self.steps += 1
         self.tokens += ids.numel()
-        return lines == self.curriculum.lines and self.curriculum.record(score(logits.detach(), answer))
+        return lines == self.curriculum.lines and self.curriculum.record(score(logits.detach(), targets, lines))
 
-    def predict(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, A, vocab] that predict the answers int64[B, A] of programs ids[B, T]."""
-        answer = split_answer(ids)[1]
+    def predict(self, ids: Tensor, lines: int) -> tuple[Tensor, Tensor]:
+        """Logits [B, N, vocab] that predict what follows the prompts of programs ids[B, T], and that, int64[B, N]."""
+        targets = ids[:, prompt_length(lines) :]
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda):
-            return self._forward(ids[:, :-1], answer.shape[1]), answer
+            return self._forward(ids[:, :-1], targets.shape[1]), targets
 
     @torch.no_grad()
     def whole_answers(self, lines: int, num: int = 200) -> float:
         """Share of `num` new programs whose whole answer is right by greedy decoding (see the module's text)."""
         ids = draw_programs(num, lines, self.programs.generator)
-        return float(torch.stack([score(*self.predict(part))[-1] * len(part) for part in ids.split(16)]).sum() / num)
+        right = [score(*self.predict(part, lines), lines)[-1] * len(part) for part in ids.split(16)]
+        return float(torch.stack(right).sum() / num)
 
     def save(self, out: Path) -> None:
         """Write config.json and model.safetensors, in bfloat16."""

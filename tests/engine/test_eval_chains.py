@@ -8,7 +8,17 @@ import torch
 from pagefold.core.types import InputError, SamplingParams
 from pagefold.engine.llm import LLM
 from pagefold.eval import chains
-from pagefold.eval.train_chains import COLUMNS, JUDGED, Curriculum, Programs, Trainer, score, train
+from pagefold.eval.train_chains import (
+    COLUMNS,
+    JUDGED,
+    Curriculum,
+    Programs,
+    Trainer,
+    ask,
+    loss_of,
+    score,
+    train,
+)
 from pagefold.eval.train_options import TrainOptions
 
 TINY = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 48, "device": "cpu"}
@@ -68,23 +78,35 @@ def test_a_seed_fixes_the_programs_and_too_many_lines_are_refused():
         draw(1, 225)
 
 
+def test_questions_ask_for_what_the_answer_worked_out():
+    programs = draw(5, 30)
+    asked = ask(programs, 30, torch.Generator().manual_seed(1))
+    assert torch.equal(asked[:, : programs.shape[1]], programs)
+    for program, questions in zip(programs, asked[:, programs.shape[1] :].unflatten(1, (16, 4)), strict=True):
+        lines = chains.split_answer(program)[1][:-5].view(-1, 8)
+        values = dict(zip(lines[:, 0].tolist(), lines[:, 6].tolist(), strict=True))
+        for mark, name, equals, value in questions.tolist():
+            assert (mark, equals) == (chains.ASK, chains.EQUALS) and values[name] == value
+
+
 def test_each_kind_of_token_is_scored_apart():
-    answer = chains.split_answer(draw(4, 3))[1]
-    logits = torch.nn.functional.one_hot(answer, chains.VOCAB).float()
-    assert score(logits, answer).tolist() == [1.0] * 10
-    logits[0, 6] = 0.0  # the first program's first result
-    result, whole = COLUMNS.index("result"), len(COLUMNS)
-    assert score(logits, answer).tolist() == pytest.approx(
-        [1 - 1 / 12 if i == result else 1 - 1 / 4 if i == whole else 1.0 for i in range(10)]
-    )
+    ids = ask(draw(4, 3), 3, torch.Generator().manual_seed(0))
+    targets = ids[:, chains.prompt_length(3) :]
+    logits = torch.nn.functional.one_hot(targets, chains.VOCAB).float()
+    assert score(logits, targets, 3).tolist() == [1.0] * 11
+    logits[0, 6] = logits[1, -1] = 0.0  # the first program's first result, the second's last question
+    expected = dict.fromkeys((*range(len(COLUMNS)), "whole"), 1.0)
+    expected |= {COLUMNS.index("result"): 1 - 1 / 12, COLUMNS.index("recall"): 1 - 1 / 12, "whole": 1 - 1 / 4}
+    assert score(logits, targets, 3).tolist() == pytest.approx(list(expected.values()))
+    assert loss_of(logits, targets, 3) > loss_of(50 * logits, targets, 3)
 
 
 def test_lines_are_added_only_when_the_weakest_kind_passes():
     curriculum = Curriculum(4, 6, seed=0)
-    good, weak = torch.ones(10), torch.ones(10)
+    good, weak = torch.ones(11), torch.ones(11)
     weak[6] = 0.98
     assert not any(curriculum.record(weak) for _ in range(3 * JUDGED))
-    good[-1] = 0.0  # whole answers do not count
+    good[-2:] = 0.0  # the end and whole answers do not count
     assert [curriculum.record(good) for _ in range(JUDGED)] == [False] * (JUDGED - 1) + [True]
     assert curriculum.lines == 5 and curriculum.accuracy.isnan().all()
     for _ in range(JUDGED):
@@ -96,8 +118,8 @@ def test_lines_are_added_only_when_the_weakest_kind_passes():
 def test_no_batch_comes_twice_and_shorter_ones_are_mixed_in():
     programs = Programs(200, torch.Generator().manual_seed(0))
     batches = [programs.take(2) for _ in range(40)]
-    assert all(batch.shape == (5, 37) for batch in batches)
-    assert len({tuple(row.tolist()) for batch in batches for row in batch}) == 200
+    assert all(batch.shape == (4, 37 + 8) for batch in batches)
+    assert len({tuple(row.tolist()) for batch in batches for row in batch}) == 160
     curriculum = Curriculum(10, 10, seed=0)
     drawn = [curriculum.next_lines() for _ in range(1000)]
     assert set(drawn) == set(range(2, 11)) and 450 < drawn.count(10) < 550
@@ -118,8 +140,7 @@ def test_steps_learn_and_what_is_saved_continues_as_the_trainer_does(tmp_path):
     losses = []
     for _ in range(60):
         ids = trainer.programs.take(2)
-        logits, answer = trainer.predict(ids)
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten()).item())
+        losses.append(loss_of(*trainer.predict(ids, 2), 2).item())
         trainer.step(0.0)
     assert losses[-1] < 0.6 * losses[0]
 
@@ -129,7 +150,7 @@ def test_steps_learn_and_what_is_saved_continues_as_the_trainer_does(tmp_path):
         for p in trainer.model.parameters():
             p.copy_(p.bfloat16())
         ids = draw(3, 3, seed=7)
-        logits = trainer.predict(ids)[0]
+        logits = trainer.predict(ids, 3)[0]
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)(ids[:, :-1]).logits
     torch.testing.assert_close(theirs[:, -logits.shape[1] :], logits, rtol=1e-4, atol=1e-4)
     llm = LLM(str(tmp_path), dtype="float32", backend="cpu", num_pages=64)
