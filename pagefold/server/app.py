@@ -1,6 +1,7 @@
 """The HTTP front: OpenAI's routes and our own over one engine process."""
 
 import asyncio
+import gc
 import math
 import signal
 import socket
@@ -265,6 +266,7 @@ async def _serve(settings: ServerSettings, config: EngineConfig, listener: socke
     _on_signal(lambda *_: None)  # uvicorn listens now, and raises the signal again when it has ended
     try:
         app = create_app(client, settings, tokenizer, config.model.model)
+        gc.freeze()  # what is there by now stays: full collections, which delay every stream, need not look at it
         announce(app.state.front, listener.getsockname())
         return await run(app, listener)
     finally:

@@ -42,6 +42,38 @@ class EngineDead(RuntimeError):
     """The engine process is not there, and will not come back; the message says why."""
 
 
+class _Inbox:
+    """What has come of one request, for the one who waits for it: all of it at once, unlike from `asyncio.Queue`."""
+
+    def __init__(self):
+        self._deltas: list[Delta] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing will come any more, and why."""
+        self._error = self._error or error
+        self._wake()
+
+    async def take(self) -> list[Delta]:
+        """All that has come since the last time, at least one delta. Raises the error when no delta is left."""
+        while not self._deltas:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
 class EngineClient:
     """One engine process and the requests it serves. Everything happens in the event loop that `start` ran in.
 
@@ -57,7 +89,7 @@ class EngineClient:
         self.facts: dict[str, Any] = {}
         self.dead: str | None = None
         self._closing = False
-        self._streams: dict[str, asyncio.Queue[Delta | Exception]] = {}
+        self._streams: dict[str, _Inbox] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._seq = count()
         self._tasks: list[asyncio.Task] = []
@@ -96,8 +128,10 @@ class EngineClient:
     def pid(self) -> int:
         return self._process.pid
 
-    async def generate(self, request: Generate) -> AsyncIterator[Delta]:
+    async def generate(self, request: Generate) -> AsyncIterator[list[Delta]]:
         """The continuations of a prompt as they come; the delta that is `last` ends the iterator.
+
+        A list holds all that has come since the one before, so whoever falls behind has fewer of them to deal with.
 
         Raises InputError if the request is refused, EngineDead if the engine is gone. Whoever leaves early, by `break`
         or because he is cancelled, aborts the request.
@@ -111,17 +145,18 @@ class EngineClient:
             message = encode(request)
         except (OverflowError, ValueError, TypeError) as error:
             raise InputError("request", f"cannot be sent to the engine: {error}") from None
-        queue = self._streams[request.id] = asyncio.Queue()
+        inbox = self._streams[request.id] = _Inbox()
         self._socket.send(message)
         ended = False
         try:
             while not ended:
-                item = await queue.get()
-                if isinstance(item, Exception):
+                try:
+                    deltas = await inbox.take()
+                except (InputError, EngineDead):
                     ended = True
-                    raise item
-                ended = item.last
-                yield item
+                    raise
+                ended = deltas[-1].last
+                yield deltas
         finally:
             del self._streams[request.id]
             if not ended:
@@ -193,11 +228,11 @@ class EngineClient:
         match message:
             case Deltas(items):
                 for delta in items:
-                    if queue := self._streams.get(delta.id):
-                        queue.put_nowait(delta)
+                    if inbox := self._streams.get(delta.id):
+                        inbox.put(delta)
             case Refused(id, field, reason):
-                if queue := self._streams.get(id):
-                    queue.put_nowait(refusal(field, reason))
+                if inbox := self._streams.get(id):
+                    inbox.fail(refusal(field, reason))
             case Answer(seq, value, error):
                 if (answer := self._answers.get(seq)) and not answer.done():
                     answer.set_result(value) if error is None else answer.set_exception(RuntimeError(error))
@@ -221,8 +256,8 @@ class EngineClient:
             return
         self.dead = reason
         self._death.set_result(reason)
-        for queue in self._streams.values():
-            queue.put_nowait(EngineDead(reason))
+        for inbox in self._streams.values():
+            inbox.fail(EngineDead(reason))
         for future in [self._ready, *self._answers.values()]:
             if not future.done():
                 future.set_exception(EngineDead(reason))

@@ -28,10 +28,11 @@ from pagefold.server.messages import Delta, Generate, Grammar
 from pagefold.server.metrics import Metrics, Timeline
 from pagefold.server.protocol import GenerationBody, ResponseFormat
 from pagefold.server.settings import ServerSettings
-from pagefold.server.stream import Departure, EventStream, merge
+from pagefold.server.stream import Departure, EventStream, event, merge
 
 T = TypeVar("T")
 B = TypeVar("B", bound=GenerationBody)
+Batch = list[tuple[int, Delta]]  # what came at once: (index of the choice, delta)
 
 MAX_CONTINUATIONS = 4096  # of one request: prompts times n
 THREAD_ABOVE = 4096  # characters; less is done before a thread has started
@@ -65,8 +66,9 @@ class Usage:
     def add(self, prompt: int, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
         self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
-        for name, value in (delta.kv or {}).items():
-            self.kv[name] = self.kv.get(name, 0) + value
+        if delta.kv is not None:
+            for name, value in delta.kv.items():
+                self.kv[name] = self.kv.get(name, 0) + value
 
     def as_openai(self) -> dict[str, Any]:
         """`kv` sums over the continuations that have ended."""
@@ -205,12 +207,12 @@ class Front:
             stack.enter_context(self.queue.enter(len(job.choices)))
             stack.enter_context(self._registered(job))
             departure = await stack.enter_async_context(Departure(request.receive))
-            deltas = await stack.enter_async_context(aclosing(self._deltas(job)))
+            batches = await stack.enter_async_context(aclosing(self._batches(job)))
             if not job.body.stream:
-                answer = await departure.race(self._collect(job, deltas))
+                answer = await departure.race(self._collect(job, batches))
                 return Response(msgspec.json.encode(answer), media_type="application/json")
-            first = await departure.race(anext(deltas))  # a refusal comes before it, and then the status is not 200
-            return EventStream(self._events(job, first, deltas), departure, stack.pop_all())
+            first = await departure.race(anext(batches))  # a refusal comes before it, and then the status is not 200
+            return EventStream(self._events(job, first, batches), departure, stack.pop_all())
 
     @contextmanager
     def _registered(self, job: Job) -> Iterator[None]:
@@ -225,8 +227,8 @@ class Front:
             if not self.settings.disable_log_requests:
                 log_event("request", **job.summary())
 
-    async def _deltas(self, job: Job) -> AsyncGenerator[tuple[int, Delta]]:
-        """(index of the choice, delta). Raises InputError, EngineDead, or ApiError if a continuation failed."""
+    async def _batches(self, job: Job) -> AsyncGenerator[Batch]:
+        """What comes of the choices. Raises InputError, EngineDead, or ApiError if a continuation failed."""
         n = len(job.choices) // len(job.prompts)
         body = job.body
         requests = [
@@ -234,48 +236,60 @@ class Front:
             for id, prompt in zip(job.engine_ids, job.prompts, strict=True)
         ]
         async with _blaming(job), aclosing(merge([self.client.generate(r) for r in requests])) as stream:
-            async for i, delta in stream:
-                if delta.error is not None:
-                    raise ApiError(500, f"the engine could not go on with this request: {delta.error}")
-                if delta.finish_reason == "abort":
-                    raise ApiError(499, "the request was aborted", code="aborted")
-                job.usage.add(i, delta)
-                self.metrics.observe(job.timelines[i * n + delta.index], delta)
-                yield i * n + delta.index, delta
+            async for i, deltas in stream:
+                batch = []
+                for delta in deltas:
+                    if delta.finish_reason == "abort":
+                        if batch:
+                            yield batch
+                        raise _aborted(delta)
+                    job.usage.add(i, delta)
+                    self.metrics.observe(job.timelines[i * n + delta.index], delta)
+                    batch.append((i * n + delta.index, delta))
+                yield batch
 
-    async def _collect(self, job: Job, deltas: AsyncGenerator[tuple[int, Delta]]) -> dict[str, Any]:
-        async for i, delta in deltas:
-            job.choices[i].push(delta)
+    async def _collect(self, job: Job, batches: AsyncGenerator[Batch]) -> dict[str, Any]:
+        async for batch in batches:
+            for i, delta in batch:
+                job.choices[i].push(delta)
         choices = [choice.whole() for choice in job.choices]
         return self._frame(job, job.objects[0], choices) | {"usage": job.usage.as_openai()}
 
-    async def _events(
-        self, job: Job, first: tuple[int, Delta], deltas: AsyncGenerator[tuple[int, Delta]]
-    ) -> AsyncGenerator[dict[str, Any]]:
+    async def _events(self, job: Job, first: Batch, batches: AsyncGenerator[Batch]) -> AsyncGenerator[bytes]:
+        """Of each batch, the events that it makes."""
         options = job.body.stream_options
         always = options is not None and options.continuous_usage_stats
         wanted = options is not None and (options.include_usage or always)
+        # of all chunks of an answer only the choices differ: the rest is put into JSON once
+        empty = msgspec.json.encode(self._frame(job, job.objects[1], []))
+        start, end = empty.removesuffix(b"]}"), b',"usage":null}' if wanted else b"}"
 
-        def chunk(choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-            return self._frame(job, job.objects[1], choices) | ({"usage": usage} if wanted else {})
+        def chunk(choices: bytes, with_usage: bool) -> bytes:
+            usage = b',"usage":' + msgspec.json.encode(job.usage.as_openai()) + b"}" if with_usage else end
+            return event(start + choices + b"]" + usage)
 
         try:
-            item: tuple[int, Delta] | None = first
-            while item is not None:
-                i, delta = item
-                shown = job.choices[i].push(delta)
-                if shown is not None:
-                    yield chunk([shown], job.usage.as_openai() if always else None)
-                item = await anext(deltas, None)
+            batch: Batch | None = first
+            while batch is not None:
+                shown = [job.choices[i].push(delta) for i, delta in batch]
+                if events := [chunk(msgspec.json.encode(choice), always) for choice in shown if choice is not None]:
+                    yield b"".join(events)
+                batch = await anext(batches, None)
         except Exception as error:
-            yield as_api_error(error).body()
+            yield event(msgspec.json.encode(as_api_error(error).body()))
             return
         if options is not None and options.include_usage:
-            yield chunk([], job.usage.as_openai())
+            yield chunk(b"", True)
 
     def _frame(self, job: Job, object: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         model = job.body.model or self.models[0]
         return {"id": job.id, "object": object, "created": job.created, "model": model, "choices": choices}
+
+
+def _aborted(delta: Delta) -> ApiError:
+    if delta.error is not None:
+        return ApiError(500, f"the engine could not go on with this request: {delta.error}")
+    return ApiError(499, "the request was aborted", code="aborted")
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
 """Prometheus metrics, under vLLM's names where it has one. What the engine counts is asked for at each scrape."""
 
 import time
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -46,20 +47,42 @@ class TokenUsage(Protocol):
     def cached_tokens(self) -> int: ...
 
 
-class Metrics:
+class Tally:
+    """A histogram: `counts` has one entry a bound, of the values up to it and above the bound before, and the rest."""
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+def _histogram(
+    name: str, text: str, model: str, bounds: Sequence[float], counts: Sequence[int], total: float
+) -> HistogramMetricFamily:
+    metric = HistogramMetricFamily(name, text, labels=["model_name"])
+    limits = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    metric.add_metric([model], list(zip(limits, accumulate(counts), strict=True)), total)
+    return metric
+
+
+class Metrics(Collector):
     """The metrics of one server, in a registry of their own."""
 
     def __init__(self, prefix: str, model: str):
         self.registry = CollectorRegistry()
+        self._prefix, self._model = prefix, model
         self._engine = _EngineStats(prefix, model)
         self.registry.register(self._engine)
+        self.registry.register(self)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
             return metric.labels(model)
 
         self._first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", SHORT)
-        self._between = histogram("inter_token_latency_seconds", "Between tokens of a continuation.", BETWEEN)
+        self._between = Tally(BETWEEN)
         self._per_token = histogram("request_time_per_output_token_seconds", "Mean of a continuation.", BETWEEN)
         self._total = histogram("e2e_request_latency_seconds", "From arrival to the last token.", LONG)
         self._decode = histogram("request_decode_time_seconds", "From the first token to the last.", LONG)
@@ -73,7 +96,6 @@ class Metrics:
             ["model_name", "kv_eviction"],
             registry=self.registry,
         )
-        self._model = model
 
     def observe(self, timeline: Timeline, delta: Delta) -> None:
         """A continuation got a delta. Tokens that come together share the time since those before."""
@@ -108,6 +130,11 @@ class Metrics:
         # a spec is the client's own text, and each one would be a series of its own
         policy = "default" if body.kv_eviction is None else body.kv_eviction.partition(":")[0]
         self._policies.labels(self._model, policy if usage.kv else "none finished").inc()
+
+    def collect(self) -> Iterator[Any]:
+        """The metric that is not the library's: its histograms cost too much to be told of every token."""
+        name, tally = f"{self._prefix}:inter_token_latency_seconds", self._between
+        yield _histogram(name, "Between tokens of a continuation.", self._model, tally.bounds, tally.counts, tally.sum)
 
     def render(self, stats: Mapping[str, Any] | None) -> bytes:
         """The text of a scrape. `stats` is the engine's answer; None: it is dead, and its metrics are left out."""
@@ -163,12 +190,8 @@ class _EngineStats(Collector):
         return metric
 
     def _step_tokens(self, counted: Mapping[str, Any]) -> Any:
-        bounds = [*(str(float(bound)) for bound in counted["bounds"]), "+Inf"]
-        metric = HistogramMetricFamily(
-            f"{self._prefix}:iteration_tokens_total", "Tokens that a step computes.", labels=["model_name"]
-        )
-        metric.add_metric([self._model], list(zip(bounds, accumulate(counted["counts"]), strict=True)), counted["sum"])
-        return metric
+        name, text = f"{self._prefix}:iteration_tokens_total", "Tokens that a step computes."
+        return _histogram(name, text, self._model, counted["bounds"], counted["counts"], counted["sum"])
 
 
 def _gauges(stats: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -5,6 +5,7 @@ are the front's business, and the process ends when its stdin does, so it cannot
 """
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -332,6 +333,7 @@ def main(address: str) -> int:
     try:
         engine, compiler, facts = build(start["options"])
         logger.info("options:\n%s", as_text(facts["options"]))
+        gc.freeze()  # what is there by now stays: full collections, which delay a step, need not look at it
         say(Ready(facts))
         EngineServer(engine, socket, compiler).run()
     except InputError as error:

@@ -3,9 +3,8 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -46,15 +45,20 @@ class Departure:
                 await asyncio.wait({task})
 
 
+def event(data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
 class EventStream(Response):
-    """Server-sent events, one per item of `events`, and `[DONE]` at the end.
+    """What `events` gives, one or more server-sent events at a time, and `[DONE]` at the end.
 
     open   what has to be closed when the last event is out or the client has left
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any]], departure: Departure, open: AsyncExitStack):
+    def __init__(self, events: AsyncGenerator[bytes], departure: Departure, open: AsyncExitStack):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events, self._departure, self._open = events, departure, open
@@ -68,10 +72,9 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for event in self._events:
-            body = b"data: " + msgspec.json.encode(event) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        async for events in self._events:
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        await send({"type": "http.response.body", "body": event(b"[DONE]"), "more_body": False})
 
 
 async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncGenerator[tuple[int, T]]:

@@ -77,7 +77,7 @@ class FakeClient:
         self.running: set[str] = set()
         self._aborted: set[str] = set()
 
-    async def generate(self, request: Generate) -> AsyncIterator[Delta]:
+    async def generate(self, request: Generate) -> AsyncIterator[list[Delta]]:
         self.requests.append(request)
         if self.refuse is not None:
             raise self.refuse
@@ -91,17 +91,17 @@ class FakeClient:
                     if self.dead is not None:
                         raise EngineDead(self.dead)
                     if self.fail is not None:
-                        yield Delta(request.id, choice.index, finish_reason="abort", error=self.fail, last=True)
+                        yield [Delta(request.id, choice.index, finish_reason="abort", error=self.fail, last=True)]
                     if request.id in self._aborted:
                         self.running.discard(request.id)
-                        yield Delta(request.id, choice.index, finish_reason="abort", last=True)
+                        yield [Delta(request.id, choice.index, finish_reason="abort", last=True)]
                     delta = choice.step()
                     if delta.finish_reason is not None:
                         choices.remove(choice)
                         delta.last = not choices
                         if delta.last:
                             self.running.discard(request.id)
-                    yield delta
+                    yield [delta]
         finally:
             if request.id in self.running:
                 self.running.discard(request.id)

@@ -78,8 +78,9 @@ def client(loop, model_dir):
 async def collect(client: EngineClient, request: Generate) -> list[list[Delta]]:
     """The deltas of each continuation."""
     parts: list[list[Delta]] = [[] for _ in range(request.sampling.get("n", 1))]
-    async for delta in client.generate(request):
-        parts[delta.index].append(delta)
+    async for deltas in client.generate(request):
+        for delta in deltas:
+            parts[delta.index].append(delta)
     return parts
 
 
@@ -230,6 +231,19 @@ def test_a_request_that_waits_in_the_queue_can_leave(loop, client):
         return await until_idle(client)
 
     assert loop.run(crowd())["kv"][0]["used"] == 0
+
+
+def test_whoever_falls_behind_gets_all_that_came_at_once(loop, client):
+    async def dawdle():
+        batches = []
+        async for deltas in client.generate(endless("dawdler", 60)):
+            batches.append(deltas)
+            await asyncio.sleep(0.05)
+        return batches
+
+    batches = loop.run(dawdle())
+    assert len(ids_of([delta for deltas in batches for delta in deltas])) == 60
+    assert all(batches) and max(map(len, batches)) > 1
 
 
 def test_questions_are_answered_while_requests_run(loop, client):
