@@ -7,6 +7,7 @@ nothing but the standard library until it knows which peer it is.
 import importlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -174,6 +175,13 @@ def run_flash_attention_3(
     """
     environment = peer_environment("vllm", home, "cuda", 1, 1)
     return _ask("flash-attention-3", {"shapes": shapes, "heads": heads}, home, environment, timeout_s)
+
+
+def run_chats_on_vllm(
+    job: dict[str, Any], home: PeerHome, device: str, threads: int, timeout_s: float = 1800
+) -> dict[str, Any]:
+    """A job of `pagefold.bench.multiturn`; see `turns.chat_with_vllm`. {"note": why} if there are no figures."""
+    return _ask("vllm-chats", job, home, peer_environment("vllm", home, device, threads, 1), timeout_s)
 
 
 def _ask(
@@ -471,9 +479,15 @@ def _flash_prefill(torch: Any, shape: dict[str, Any], q_heads: int, kv_heads: in
     return lambda: flash(q, keys, values, causal=True, fa_version=3, **how)
 
 
+def _chat_with_vllm(job: dict[str, Any]) -> dict[str, Any]:
+    turns = runpy.run_path(str(Path(__file__).with_name("turns.py")))
+    return _missing("vllm") or turns["chat_with_vllm"](job, _count_preemptions)
+
+
 PROGRAMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "transformers": lambda job: _measure("transformers", job),
     "vllm": lambda job: _measure("vllm", job),
+    "vllm-chats": _chat_with_vllm,
     "flash-attention-3": _time_flash_attention_3,
 }
 
