@@ -328,7 +328,7 @@ def engine_options(options: dict[str, Any], chats: Chats) -> tuple[dict[str, Any
     dtype = options.get("dtype", "auto")
     if dtype == "auto":
         dtype = str(choose_dtype(dtype, choose_device(options.get("backend", "auto")))).removeprefix("torch.")
-    needed = {"max_model_len": chats.max_len + max(FOOTPRINT_TOKENS), "max_num_seqs": len(chats.turns)}
+    needed = {"max_model_len": chats.max_len + 2 * max(FOOTPRINT_TOKENS), "max_num_seqs": len(chats.turns)}
     if "max_model_len" not in options:
         most = ModelSpec.from_hf(resolve(options["model"]).config()).max_model_len
         needed["max_model_len"] = max(chats.max_len, min(needed["max_model_len"], most))

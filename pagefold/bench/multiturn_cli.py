@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     if args.think_time is not None and args.think_time < 0:
         raise InputError("think_time", f"got {args.think_time}, must be >= 0")
     shape = {name: getattr(args, name) for name in ("sessions", "turns", "first_len", "next_len")}
-    given = {name: value for name, value in shape.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in shape.items() if value is not None}
     if args.dataset:
         if given:
             raise InputError(next(iter(given)), "is not for chats that come from a file")
@@ -67,11 +67,10 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         tokenizer = source.tokenizer() if options.get("load_format") != "dummy" or source.has_tokenizer else None
         chats = multiturn.read_chats(args.dataset, tokenizer, args.output_len)
     else:
-        spans = {
-            name: multiturn.parse_span(name, given.pop(name)) for name in ("first_len", "next_len") if name in given
-        }
+        for name in given.keys() & {"first_len", "next_len"}:
+            given[name] = multiturn.parse_span(name, given[name])
         largest_id = min(multiturn.LARGEST_ID, ModelSpec.from_hf(resolve(args.model).config()).vocab_size - 1)
-        chats = multiturn.random_chats(**given, **spans, output_len=args.output_len, largest_id=largest_id)
+        chats = multiturn.random_chats(**given, output_len=args.output_len, largest_id=largest_id)
     chats = replace(chats, temperature=args.temperature, think_s=args.think_time)
     homes = {name: PeerHome(args.peer_python, args.peer_path) for name in dict.fromkeys(args.peer)}
     files = {"threads": args.threads, "json_file": args.json, "chart": args.chart}
