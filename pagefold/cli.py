@@ -71,6 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    from pagefold.bench import multiturn_cli
     from pagefold.eval.cli import add_parsers
 
     parser = _Parser(prog="pagefold", description="Serve language models in a fraction of the KV memory.")
@@ -100,6 +101,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_capacity(bench)
     _add_gaps_flags(_verb(bench, "gaps", _gaps, "how long a GPU idles between decode steps"))
     _add_bench_serve(bench)
+    multiturn_cli.add_flags(
+        _verb(bench, "multiturn", _multiturn, "chats of many turns: time in all and to first tokens")
+    )
 
     add_parsers(verbs)
     return parser
@@ -463,6 +467,12 @@ def _gaps(args: argparse.Namespace) -> None:
 
     numbers = args.num_requests or [256, 1]
     gaps.run_gaps(engine_options(args), numbers, args.input_len, args.steps, args.temperature, args.json)
+
+
+def _multiturn(args: argparse.Namespace) -> int:
+    from pagefold.bench import multiturn_cli
+
+    return multiturn_cli.run(args, engine_options(args))
 
 
 def _add_bench_serve(verbs: Any) -> None:

@@ -90,6 +90,40 @@ def lines_chart(
     pyplot.close(figure)
 
 
+def rounds_chart(
+    path: str | Path, title: str, ttft_s: Mapping[str, Sequence[float]], total_s: Mapping[str, float]
+) -> None:
+    """Write a picture of two panels: the median time to first token by round, and the total time, of each engine.
+
+    ttft_s    {engine: seconds, one a round}
+    total_s   {engine: seconds}
+    Needs matplotlib; raises ImportError without it.
+    """
+    pyplot = _pyplot()
+    figure, (rounds, total) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    width = 0.8 / max(1, len(ttft_s))
+    for i, (name, seconds) in enumerate(ttft_s.items()):
+        color = COLORS[i % len(COLORS)]
+        rounds.bar([n + i * width for n in range(len(seconds))], seconds, width, label=name, color=color)
+        total.barh([len(ttft_s) - i], [total_s[name]], color=color)
+        total.annotate(f" {total_s[name]:.1f} s", (total_s[name], len(ttft_s) - i), va="center")
+    most = max(map(len, ttft_s.values()), default=0)
+    rounds.set_xticks([n + 0.4 - width / 2 for n in range(most)], [str(n + 1) for n in range(most)])
+    rounds.set_xlabel("round")
+    rounds.set_ylabel("median time to first token, s")
+    total.set_xlabel("total time, s")
+    total.set_yticks([])
+    total.margins(x=0.15)
+    for axes in (rounds, total):
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    rounds.legend(frameon=False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
 def _pyplot() -> Any:
     import matplotlib
 

@@ -184,6 +184,13 @@ def run_growth(
     return _ask("vllm-growth", job, home, peer_environment("vllm", home, device, threads, 1), timeout_s)
 
 
+def run_chats_on_vllm(
+    job: dict[str, Any], home: PeerHome, device: str, threads: int, timeout_s: float = 1800
+) -> dict[str, Any]:
+    """A job of `pagefold.bench.multiturn`; see `turns.chat_with_vllm`. {"note": why} if there are no figures."""
+    return _ask("vllm-chats", job, home, peer_environment("vllm", home, device, threads, 1), timeout_s)
+
+
 def _ask(
     program: str, job: dict[str, Any], home: PeerHome, environment: dict[str, str], timeout_s: float
 ) -> dict[str, Any]:
@@ -484,10 +491,16 @@ def _grow_vllm(job: dict[str, Any]) -> dict[str, Any]:
     return _missing("vllm") or growth["grow_vllm"](job, _count_preemptions)
 
 
+def _chat_with_vllm(job: dict[str, Any]) -> dict[str, Any]:
+    turns = runpy.run_path(str(Path(__file__).with_name("turns.py")))
+    return _missing("vllm") or turns["chat_with_vllm"](job, _count_preemptions)
+
+
 PROGRAMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "transformers": lambda job: _measure("transformers", job),
     "vllm": lambda job: _measure("vllm", job),
     "vllm-growth": _grow_vllm,
+    "vllm-chats": _chat_with_vllm,
     "flash-attention-3": _time_flash_attention_3,
 }
 

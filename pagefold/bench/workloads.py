@@ -101,9 +101,12 @@ Span = int | tuple[int, int]
 
 def _drawn(random: Random, num: int, prompt: Span, output: Span) -> tuple[list[list[int]], list[int]]:
     """Prompts and output lengths; a length that is fixed draws nothing. The order of the draws is part of the work."""
-    length = lambda span: span if isinstance(span, int) else random.randint(*span)  # noqa: E731
-    prompts = [[random.randint(0, LARGEST_ID) for _ in range(length(prompt))] for _ in range(num)]
-    return prompts, [length(output) for _ in range(num)]
+    prompts = [[random.randint(0, LARGEST_ID) for _ in range(drawn(random, prompt))] for _ in range(num)]
+    return prompts, [drawn(random, output) for _ in range(num)]
+
+
+def drawn(random: Random, span: Span) -> int:
+    return span if isinstance(span, int) else random.randint(*span)
 
 
 def sampled_workload(work: Workload, samples: int) -> Workload:
@@ -201,7 +204,8 @@ class Case:
 def engine_name(options: dict[str, Any]) -> str:
     """A configuration in a few words: "full", "zipage 256", "zipage 256, int4"."""
     evict = EngineConfig.from_options(**options).eviction
-    parts = ["full" if evict.kv_eviction == "none" else f"{evict.kv_eviction} {evict.kv_budget}"]
+    budget = evict.kv_budget if evict.kv_budget_ratio is None else f"{evict.kv_budget_ratio:.0%}"
+    parts = ["full" if evict.kv_eviction == "none" else f"{evict.kv_eviction} {budget}"]
     parts += [str(options[name]) for name in ("kv_layout", "kv_format", "kv_cold_format") if options.get(name)]
     return ", ".join(parts)
 

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from pagefold.core.types import FinishReason, Request, TokenLogprobs
 from pagefold.engine.grammar import Matcher
-from pagefold.kv.manager import Swapped
+from pagefold.kv.holder import Swapped
 from pagefold.kv.state import FoldPolicy, KVState
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from pagefold.backends.base import Backend, KVView
 from pagefold.backends.upload import upload
-from pagefold.core.types import Move, SampleSpec, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
+from pagefold.core.types import SampleSpec, StepPlan, StepResult, TableEdits, TokenLogprobs
 from pagefold.runner.compressor import Compressor
 from pagefold.runner.graphs import DecodeGraphs
 from pagefold.runner.inputs import batch_of, forward_inputs
 from pagefold.runner.model import Model
+from pagefold.runner.mover import PageMover
 from pagefold.runner.sampling import Draw, PromptRanks, StepSampler
 from pagefold.store.pagestore import PageStore
 
@@ -65,7 +66,7 @@ class ModelRunner:
     model     forward pass and head
     backend   whoever touches page bytes
     kv        the stores and tables
-    host      for each part of the view, one store per tier in host memory, for swapped requests
+    host      for each part of the view, one store per tier in host memory, for swapped requests and trunks
     graphs    captured passes of decode batches (see `capture`), or None
     overlap   jobs run beside the steps until their commit, on a device
     """
@@ -87,6 +88,8 @@ class ModelRunner:
         self.compressor = Compressor(backend, kv, model.scale, overlap=overlap, graphs=True)
         self.graphs: DecodeGraphs | None = None
         self.device = kv.page_table.device
+        beside = self.device.type == "cuda"
+        self.movers = [PageMover(backend, part.tiers, own, beside) for part, own in zip(kv.parts, host, strict=True)]
         self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=self.device)  # by slot
         self._evicted = np.zeros(kv.evicted.shape, np.int32)  # the same on the host
 
@@ -99,7 +102,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         self.compressor.before_edits(plan.edits, plan.swaps)
         self._apply(plan.edits)
-        self._swap(plan.swaps)
+        for mover in self.movers:
+            mover.run(plan.swaps)
         if not plan.chunks:
             return Launched(plan.step, [], None, {})
         batch = batch_of(plan)
@@ -159,11 +163,3 @@ class ModelRunner:
             at, rows, cold = upload([slot * num_groups + group, rows, cold], self.device)
             kv.evicted.view(-1).index_copy_(0, at, rows.int())
             kv.cold.view(-1).index_copy_(0, at, cold.int())
-
-    def _swap(self, swaps: list[SwapOp]) -> None:
-        for op in swaps:
-            ids = [torch.from_numpy(np.asarray(pages, np.int64)) for pages in (op.src_pages, op.dst_pages)]
-            for kv, stores in zip(self.kv.parts, self.host, strict=True):
-                device, host = kv.tiers[op.tier], stores[op.tier]
-                src, dst = host if op.move is Move.IN else device, host if op.move is Move.OUT else device
-                self.backend.copy_pages(src, ids[0], dst, ids[1])

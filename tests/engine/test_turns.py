@@ -8,7 +8,17 @@ from pagefold.core.types import InputError, Request
 from pagefold.engine.engine import Engine
 from pagefold.engine.llm import LLM
 from pagefold.engine.outputs import RequestOutput
-from tests.engine.tiny import assert_drained, drain, greedy, prompt_of, run, seeded, tiny_engine, tiny_llm
+from tests.engine.tiny import (
+    assert_drained,
+    drain,
+    greedy,
+    prompt_of,
+    run,
+    seeded,
+    tiny_engine,
+    tiny_llm,
+    tiny_tokenizer,
+)
 
 NEW = [prompt_of(length, seed)[1:] for seed, length in enumerate([40, 12, 19, 9], 10)]
 FOLDS: list[dict[str, Any]] = [
@@ -188,7 +198,7 @@ def test_a_prompt_larger_than_the_pool_is_served_and_folded_on_the_way():
 def test_chats_through_the_text_api_resume():
     llm = tiny_llm(kv_eviction="zipage", kv_budget=8)
     messages = [{"role": "user", "content": "a long question, longer than what is kept of it"}]
-    letters = llm.tokenizer.encode("abcdefghij", add_special_tokens=False)  # which are spelled one way only
+    letters = tiny_tokenizer().encode("abcdefghij", add_special_tokens=False)  # which are spelled one way only
     say = greedy(12, allowed_token_ids=tuple(letters))
     (first,) = llm.chat(messages, say, use_tqdm=False)
     messages += [{"role": "assistant", "content": first.outputs[0].text}, {"role": "user", "content": "and?"}]

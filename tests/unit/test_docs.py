@@ -1,4 +1,4 @@
-"""The example of each `add-a-*` page works when it is saved where the page says; tests that a page names exist."""
+"""The example of each `add-a-*` page works when it is saved where the page says; promises name tests that exist."""
 
 import re
 from pathlib import Path
@@ -13,6 +13,15 @@ from pagefold.store.format import FORMATS, parse_format
 from pagefold.store.pagestore import PageStore
 
 DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_table_of_promises_names_tests_that_exist():
+    text, root = (DOCS / "invariants-heads.md").read_text(), DOCS.parent
+    files = set(re.findall(r"tests/\w+/\w+\.py", text))
+    assert len(files) > 10 and all((root / file).is_file() for file in files)
+    code = "".join(path.read_text() for path in (root / "tests").rglob("*.py"))
+    named = set(re.findall(r"\btest_\w+(?=`)", text)) - {Path(file).stem for file in files}
+    assert len(named) > 20 and [name for name in sorted(named) if f"def {name}(" not in code] == []
 
 
 class Rows:
