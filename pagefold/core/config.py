@@ -71,7 +71,7 @@ class EvictionConfig:
     kv_eviction: str = _option("none", "scorer spec, e.g. 'zipage' or 'snapkv:kernel=5'; 'none' keeps every row")
     kv_budget: int = _option(1024, "rows kept per head after a compaction")
     kv_budget_ratio: float | None = _option(None, "instead: rows kept per head as a share of the request's prompt")
-    kv_buffer: int | None = _option(None, "tokens between compactions; default: one page")
+    kv_buffer: int | None = _option(None, "tokens between compactions; default: one page, on a GPU 128")
     kv_window: int = _option(16, "recent rows that are always kept; their queries score the others")
     kv_sink_tokens: int = _option(4, "first rows that are always kept")
     kv_evict_when: str = _option("always", "'always' at the budget, or only under memory 'pressure'", EVICT_WHEN)

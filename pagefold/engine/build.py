@@ -137,6 +137,11 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     )
 
 
+# Tokens between compactions on a GPU, unless asked otherwise. Each moves a whole budget of rows: at every page that would
+# be a fifth of a step, and so many tokens more are a tenth of a budget of 1024.
+GPU_PERIOD = 128
+
+
 def for_device(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The configuration with what depends on the device filled in."""
     on_gpu, scheduler = device.type == "cuda", config.scheduler
@@ -144,7 +149,11 @@ def for_device(config: EngineConfig, device: torch.device) -> EngineConfig:
         scheduler = replace(scheduler, plan_ahead=on_gpu)
     if scheduler.max_num_batched_tokens is None and on_gpu:
         scheduler = replace(scheduler, max_num_batched_tokens=8192)
-    return replace(config, scheduler=scheduler)
+    evict, every = config.eviction, GPU_PERIOD
+    fits = every % config.cache.page_size == 0 and (evict.kv_prefill_buffer or every) % every == 0
+    if evict.kv_buffer is None and on_gpu and fits:
+        evict = replace(evict, kv_buffer=every)
+    return replace(config, scheduler=scheduler, eviction=evict)
 
 
 def build_layout(config: EngineConfig, spec: ModelSpec) -> HeadLayout:
