@@ -6,7 +6,7 @@ token of an answer's line is predicted right in 99 % of the places at the presen
 fewer. No program is seen twice, so the accuracy on a batch before its step is that on unseen data.
 
 Looking up a variable that a line's operand names is two recalls in a row, too much to be found at once. So questions
-follow each training program, after the EOS at which an answer ends: `? x = value`, each a single recall.
+follow each training program, after the EOS at which an answer ends: `think x value`, each a single recall.
 
 A greedy answer is right as a whole exactly if the model, given the right answer up to any token, ranks the next token
 first. So the share of whole answers, the column `whole` of the log, is greedy pass@1 (of the thought) without decoding.
@@ -31,11 +31,10 @@ from pagefold.core.types import InputError
 from pagefold.eval.chains import (
     ANSWER_END,
     ANSWER_LINE,
-    ASK,
     BOS,
     EOS,
-    EQUALS,
     PAD,
+    THINK,
     VOCAB,
     answer_length,
     draw_programs,
@@ -52,7 +51,7 @@ GAIN, EMBEDDING = 0.7, 0.3  # initial scale of a product's output, and of the em
 PLAIN = 0.5  # share of the programs that look up more than the task's do
 SHORTER = 0.5  # share of the batches with fewer lines than the present number
 JUDGED = 20  # batches at the present length that are judged together
-QUESTIONS, QUESTION = 16, 4  # questions after a program, one for each of its lines at most, and tokens of each
+QUESTIONS, QUESTION = 16, 3  # questions after a program, one for each of its lines at most, and tokens of each
 DRAWN_AHEAD = 16  # batches drawn at once, for drawing takes some launches per line
 LOG_SECONDS = 10
 
@@ -182,8 +181,8 @@ def ask(programs: Tensor, lines: int, generator: torch.Generator) -> Tensor:
     asked = torch.randint(lines, size, generator=generator, device=programs.device)
     worked = split_answer(programs)[1][:, : ANSWER_LINE * lines].unflatten(1, (lines, ANSWER_LINE))
     names, values = (worked[:, :, column].gather(1, asked) for column in (0, ANSWER_LINE - 2))
-    marks = torch.full_like(names, ASK), torch.full_like(names, EQUALS)
-    return torch.cat([programs, torch.stack([marks[0], names, marks[1], values], dim=2).flatten(1)], dim=1)
+    questions = torch.stack([torch.full_like(names, THINK), names, values], dim=2)
+    return torch.cat([programs, questions.flatten(1)], dim=1)
 
 
 class Programs:

@@ -82,11 +82,11 @@ def test_questions_ask_for_what_the_answer_worked_out():
     programs = draw(5, 30)
     asked = ask(programs, 30, torch.Generator().manual_seed(1))
     assert torch.equal(asked[:, : programs.shape[1]], programs)
-    for program, questions in zip(programs, asked[:, programs.shape[1] :].unflatten(1, (16, 4)), strict=True):
+    for program, questions in zip(programs, asked[:, programs.shape[1] :].unflatten(1, (16, 3)), strict=True):
         lines = chains.split_answer(program)[1][:-5].view(-1, 8)
         values = dict(zip(lines[:, 0].tolist(), lines[:, 6].tolist(), strict=True))
-        for mark, name, equals, value in questions.tolist():
-            assert (mark, equals) == (chains.ASK, chains.EQUALS) and values[name] == value
+        for mark, name, value in questions.tolist():
+            assert mark == chains.THINK and values[name] == value
 
 
 def test_each_kind_of_token_is_scored_apart():
@@ -118,8 +118,8 @@ def test_lines_are_added_only_when_the_weakest_kind_passes():
 def test_no_batch_comes_twice_and_shorter_ones_are_mixed_in():
     programs = Programs(200, torch.Generator().manual_seed(0))
     batches = [programs.take(2) for _ in range(40)]
-    assert all(batch.shape == (4, 37 + 8) for batch in batches)
-    assert len({tuple(row.tolist()) for batch in batches for row in batch}) == 160
+    assert all(batch.shape == (5, 37 + 6) for batch in batches)
+    assert len({tuple(row.tolist()) for batch in batches for row in batch}) == 200
     curriculum = Curriculum(10, 10, seed=0)
     drawn = [curriculum.next_lines() for _ in range(1000)]
     assert set(drawn) == set(range(2, 11)) and 450 < drawn.count(10) < 550
