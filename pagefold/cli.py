@@ -476,6 +476,7 @@ def _multiturn(args: argparse.Namespace) -> int:
 
 
 def _add_bench_serve(verbs: Any) -> None:
+    from pagefold.bench.serve_flags import add_flags
     from pagefold.bench.serve_load import ServeBench
 
     text = "load on an OpenAI-compatible server: latencies, throughput, goodput"
@@ -487,6 +488,7 @@ def _add_bench_serve(verbs: Any) -> None:
     limits = "limits in milliseconds that a good request keeps, such as ttft:500 tpot:50"
     parser.add_argument("--goodput", nargs="+", action="extend", default=[], metavar="METRIC:MS", help=limits)
     parser.add_argument("--json", metavar="FILE", help="write every figure, under the keys of vLLM's result file")
+    add_flags(parser)
 
 
 def _bench_serve(args: argparse.Namespace) -> int:
@@ -494,10 +496,13 @@ def _bench_serve(args: argparse.Namespace) -> int:
         from pagefold.bench.serve import run_serve
     except ModuleNotFoundError as error:
         raise InputError("bench serve", f"needs {error.name}: pip install 'pagefold[bench]'") from None
+    from pagefold.bench.serve_flags import run_if_asked
     from pagefold.bench.serve_load import ServeBench
 
     names = [field.name for field in dataclasses.fields(ServeBench)]
     bench = ServeBench(**{name: getattr(args, name) for name in names if hasattr(args, name)})
+    if (worked := run_if_asked(args, bench)) is not None:
+        return 0 if worked else 1
     api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
     return 0 if run_serve(bench, api_key, args.goodput, args.json) else 1
 

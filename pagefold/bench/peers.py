@@ -206,7 +206,7 @@ def _ask(
         failure = _run(command, environment, log, timeout_s)
         if answer.exists():
             return json.loads(answer.read_text())
-        return {"note": f"{failure or NO_ANSWER}: {_last_words(log)}"}
+        return {"note": f"{failure or NO_ANSWER}: {last_words(log)}"}
 
 
 def peer_environment(name: str, home: PeerHome, device: str, threads: int, kv_gib: int) -> dict[str, str]:
@@ -264,7 +264,8 @@ def _run(command: list[str], environment: dict[str, str], log: Path, timeout_s: 
             process.wait()
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
+    """The last lines of a log that say something."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " | ".join(lines[-3:])
 

@@ -35,7 +35,15 @@ def run_serve(bench: ServeBench, api_key: str | None, goodput: list[str], json_p
     api_key   sent as a bearer token; never written anywhere
     goodput   limits in milliseconds, such as "ttft:500"
     """
-    limits = parse_goodput(goodput)
+    report = bench_report(bench, api_key, parse_goodput(goodput))
+    print_table(report)
+    if json_path:
+        write_report(json_path, report)
+    return report["completed"] > 0
+
+
+def bench_report(bench: ServeBench, api_key: str | None, limits: dict[str, float]) -> dict[str, Any]:
+    """Run the benchmark; returns all its figures. Raises InputError if there is no server."""
     sessions = make_sessions(bench)
     samples, duration, model = asyncio.run(_measure(bench, sessions, api_key))
     facts = {"model_id": model, "num_prompts": len(samples), "seed": bench.seed, "endpoint": bench.endpoint}
@@ -43,18 +51,22 @@ def run_serve(bench: ServeBench, api_key: str | None, goodput: list[str], json_p
     report = summarise(samples, duration, facts, limits)
     for error, count in Counter(sample.error for sample in samples if sample.error).most_common(SHOWN_ERRORS):
         print(f"{count} failed: {error}", file=sys.stderr)
-    print_table(report)
-    if json_path:
-        _write(json_path, report)
-    return report["completed"] > 0
+    return report
 
 
-def _write(path: str, report: dict[str, Any]) -> None:
-    strict = {key: "inf" if value == math.inf else value for key, value in report.items()}  # JSON has no infinity
+def write_report(path: str, report: dict[str, Any]) -> None:
+    """Raises InputError if that cannot be done."""
     try:
-        Path(path).write_text(json.dumps(strict, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError("json", f"{path} cannot be written: {error}") from None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    return "inf" if value == math.inf else value
 
 
 # ---- sending
@@ -182,7 +194,8 @@ def _take_event(data: bytes, now: float, sample: Sample) -> None:
         delta = choice.get("delta") or {}
         content = choice.get("text") or delta.get("content") or ""
         sample.text += content
-        if content or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls"):
+        said = content or delta.get("reasoning_content") or delta.get("reasoning") or delta.get("tool_calls")
+        if said or choice.get("token_ids"):
             sample.times.append(now)
         if choice.get("finish_reason"):
             sample.done, sample.end = True, now

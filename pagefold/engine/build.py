@@ -137,8 +137,8 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     )
 
 
-# Tokens between compactions on a GPU, unless asked otherwise. Each moves a whole budget of rows: at every page that would
-# be a fifth of a step, and so many tokens more are a tenth of a budget of 1024.
+# Tokens between compactions on a GPU, unless asked otherwise. Each moves a whole budget of rows: at every page that
+# would be a fifth of a step, and so many tokens more are a tenth of a budget of 1024.
 GPU_PERIOD = 128
 
 

@@ -53,13 +53,17 @@ class _Prompt:
 
 
 class CompletionChoice:
-    """A continuation as text. With `echo` the prompt's text comes first, and its log-probabilities."""
+    """A continuation as text. With `echo` the prompt's text comes first, and its log-probabilities.
+
+    With `return_token_ids` its choice has `token_ids`, in a chunk what is new of them, and first the prompt's.
+    """
 
     def __init__(self, index: int, tokenizer: Tokenizer | None, prompt: _Prompt, body: CompletionBody):
         self._index, self._tokenizer, self._prompt, self._body = index, tokenizer, prompt, body
         self._echoed = not body.echo
         self._text_logprobs = TextLogprobs(tokenizer)
         self._texts: list[str] = []
+        self._ids: list[int] = []
         self._logprobs: list[dict[str, list[Any]]] = []
         self._last: Delta | None = None
 
@@ -78,10 +82,14 @@ class CompletionChoice:
         if self._body.logprobs is not None and entries:
             logprobs = self._text_logprobs.show(ids, entries)
             self._logprobs.append(logprobs)
+        begins = not self._ids
         self._texts.append(text)
-        if not text and logprobs is None and delta.finish_reason is None:
+        self._ids += delta.token_ids
+        with_ids = self._body.return_token_ids and bool(delta.token_ids)
+        if not (text or with_ids) and logprobs is None and delta.finish_reason is None:
             return None
-        return self._choice(delta, text, logprobs)
+        choice = self._choice(delta, text, logprobs)
+        return self._with_ids(choice, delta.token_ids, begins) if self._body.return_token_ids else choice
 
     def whole(self) -> dict[str, Any]:
         assert self._last is not None
@@ -90,7 +98,10 @@ class CompletionChoice:
             choice["prompt_logprobs"] = prompt_logprobs(
                 self._tokenizer, self._prompt.logprobs, self._body.prompt_logprobs
             )
-        return choice
+        return self._with_ids(choice, self._ids, True) if self._body.return_token_ids else choice
+
+    def _with_ids(self, choice: dict[str, Any], ids: Sequence[int], begins: bool) -> dict[str, Any]:
+        return choice | {"token_ids": ids} | ({"prompt_token_ids": self._prompt.ids} if begins else {})
 
     def _choice(self, delta: Delta, text: str, logprobs: dict[str, list[Any]] | None) -> dict[str, Any]:
         choice = {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}

@@ -166,6 +166,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    return_token_ids: bool = False
 
 
 def _one_text(content: Any) -> Any:

@@ -12,6 +12,7 @@ from pagefold.core.types import InputError
 from pagefold.server.limits import OPEN_PATHS, Queue
 from pagefold.server.messages import Generate
 from pagefold.server.protocol import REFUSED, ChatBody, CompletionBody
+from tests.engine.tiny import BOS
 from tests.server.fake import FakeClient, events, running, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -201,6 +202,25 @@ def test_tokenize_and_detokenize_are_inverse(http):
 def test_tokenize_renders_a_conversation_as_chat_does(http):
     http.post("/v1/chat/completions", json=CHAT)
     assert http.post("/tokenize", json=CHAT).json()["tokens"] == http.engine.requests[0].prompt
+
+
+def test_token_ids_come_when_asked_for_in_both_modes(http):
+    """Those of a continuation bit by bit, of the prompt once; text held back is no reason to hold them back."""
+    http.engine.say = "é😀"
+    body = {"prompt": [BOS, 1], "return_token_ids": True, "n": 2}
+    whole = http.post("/v1/completions", json=body).json()["choices"]
+    ids = http.engine.tokenizer.encode_plain("é😀")
+    assert [choice["token_ids"][:-1] for choice in whole] == [ids, ids]
+    assert [choice["prompt_token_ids"] for choice in whole] == [[BOS, 1]] * 2
+    chunks = [
+        c for chunk in events(http.post("/v1/completions", json=body | {"stream": True})) for c in chunk["choices"]
+    ]
+    for i in range(2):
+        own = [chunk for chunk in chunks if chunk["index"] == i]
+        assert [id for chunk in own for id in chunk["token_ids"]] == whole[i]["token_ids"]
+        assert len(own) == len(ids) + 1
+        assert [chunk.get("prompt_token_ids") for chunk in own] == [[BOS, 1]] + [None] * len(ids)
+    assert "token_ids" not in http.post("/v1/completions", json={"prompt": [1]}).json()["choices"][0]
 
 
 def test_a_model_without_a_tokenizer_is_served_by_ids():
