@@ -241,7 +241,8 @@ def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
     seqs = []
     for _ in range(data.draw(st.integers(2, 6))):
         prompt = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
-        seqs.append(world.add(prompt, data.draw(policies(groups, 1, pressure=True)), data.draw(st.integers(1, 40))))
+        policy, keeps = data.draw(policies(groups, 1, pressure=True)), data.draw(st.booleans())
+        seqs.append(world.add(prompt, policy, data.draw(st.integers(1, 40)), keeps=keeps))
     aborted = set()
     for victim in data.draw(st.lists(st.integers(0, 12), max_size=30)):
         if victim < len(seqs):
@@ -252,7 +253,7 @@ def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
     world.run()
     for i, seq in enumerate(seqs):
         if not seq.policy.under_pressure and seq.finish_reason is not FinishReason.ABORT:
-            assert_right(seq)
+            assert_right(seq, start=world.start_of(seq))
         assert seq.status is Status.FINISHED and (i in aborted or len(seq.output) == seq.max_tokens)
 
 

@@ -329,3 +329,17 @@ def test_looking_for_a_trunk_is_exact_and_cheap():
         took.append((time.perf_counter() - start) / 2)
         assert found is not None and found[1] == 20_000 and missed is None
     assert min(took) < 1e-3
+
+
+@pytest.mark.parametrize(("max_tokens", "folds_again"), [(200, True), (4, False)])
+def test_pressure_mode_resumes_and_folds_again_only_when_memory_is_short(max_tokens, folds_again):
+    policy, world = fold_policy(SIZE, [3], under_pressure=True), World(pages=32, prefix=False)
+    first = world.add(list(range(30)), policy, 60, keeps=True)
+    world.add([9] * 40, policy, 60)
+    world.run()
+    assert first.kv.folded, "the pool is too small for both"
+    second = world.add([*said(first), 1, 2, 3], policy, max_tokens, keeps=True)
+    world.run()
+    assert second.kv.trunk is not None and num_cached(second) == first.kv.num_tokens
+    assert len(second.output) == max_tokens
+    assert (second.kv.num_compactions > first.kv.num_compactions) == folds_again
