@@ -13,7 +13,7 @@ from pagefold.core.types import InputError
 from pagefold.engine.engine import Engine
 from pagefold.engine.memory import describe, measure
 from pagefold.engine.parts import Part, build_parts, view_in_parts
-from pagefold.engine.policy import PolicyMaker
+from pagefold.engine.policy import PolicyMaker, usual_folds
 from pagefold.kv.bounds import KVGeometry
 from pagefold.kv.layout import LAYOUTS, HeadLayout
 from pagefold.kv.manager import KVManager
@@ -130,6 +130,9 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     if decoder.device.type == "cuda" and not config.model.enforce_eager:
         most = min(config.scheduler.max_num_seqs, config.scheduler.tokens_per_step)
         runner.capture(graph_sizes(most), max_model_len)
+    folds = usual_folds(policies.default, geometry.page_size, max_model_len)
+    if decoder.device.type == "cuda" and folds:
+        runner.compressor.warm_up(folds, policies.default.score)
     logger.info("%s", describe(config, spec, geometry, parts, kv, budget))
     manager = KVManager(geometry, config.cache.enable_prefix_caching)
     return Engine(

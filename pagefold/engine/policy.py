@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from pagefold.core.config import EngineConfig
-from pagefold.core.types import InputError, SamplingParams
+from pagefold.core.types import InputError, Job, SamplingParams
 from pagefold.evict.scorer import SCORERS, Scorer
 from pagefold.kv.layout import HeadLayout
-from pagefold.kv.state import FoldPolicy
+from pagefold.kv.state import COLD, HOT, FoldPolicy
 from pagefold.store.format import Plane
 
 MAX_BUDGET = 1 << 30  # rows; lengths are int32
@@ -100,3 +100,14 @@ class PolicyMaker:
             budget=self.layout.budgets(budget, cache.page_size, protected),
             under_pressure=when == "pressure",
         )
+
+
+def usual_folds(policy: FoldPolicy, page_size: int, max_rows: int) -> list[Job]:
+    """The jobs of a request that is folded again and again, one for each group, as jobs of slot 0 that keep nothing:
+    what an engine on a GPU gets ready for. None of groups that never have so many rows."""
+    jobs, tier = [], HOT if policy.cold_after is None else COLD
+    for group, budget in enumerate(policy.budget.tolist() if policy.evicts else ()):
+        rows, kept = budget + policy.period, np.zeros(budget // page_size, np.int32)
+        if rows <= max_rows:
+            jobs.append(Job(0, group, 0, rows // page_size, rows, rows, budget, kept, tier, 0, 0))
+    return jobs

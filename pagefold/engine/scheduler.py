@@ -378,7 +378,7 @@ class _PlanBuilder:
         self.constrained: list[tuple[Matcher, SampleSpec]] = []
 
     def policy_index(self, policy: FoldPolicy) -> int:
-        score = ScorePolicy(policy.scorer or "none", policy.sink_tokens, policy.window)
+        score = policy.score
         if score not in self.policies:
             self.policies.append(score)
         return self.policies.index(score)

@@ -97,6 +97,8 @@ class Scorer(Protocol):
     state          per-row planes the scorer keeps in the pages
     reads_rows     False if it never asks for `rows.keys` or `rows.values`, so that more heads fit into memory at once;
                    a scorer that does not say may ask
+    never_waits    True if it never needs a number of the device on the host, so that what it launches can be captured
+                   and launched again; a scorer that does not say may need one
     """
 
     name: ClassVar[str]

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pagefold.core.types import ScorePolicy
+
 if TYPE_CHECKING:
     from pagefold.kv.trunks import Trunk
 
@@ -43,6 +45,11 @@ class FoldPolicy:
     @property
     def evicts(self) -> bool:
         return self.scorer is not None
+
+    @property
+    def score(self) -> ScorePolicy:
+        """What the worker must know of it."""
+        return ScorePolicy(self.scorer or "none", self.sink_tokens, self.window)
 
 
 class RowCounts(NamedTuple):

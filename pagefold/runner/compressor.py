@@ -165,6 +165,15 @@ class Compressor:
         self.spent()
         self._timed.append((begun, done))
 
+    @torch.inference_mode()
+    def warm_up(self, jobs: list[Job], policy: ScorePolicy) -> None:
+        """Compile, and capture, what one to eight requests with such jobs launch together, so that no request waits for
+        it. The jobs are of slot 0 and keep nothing: their destination pages are 0."""
+        with torch.cuda.stream(self._stream):  # none: the current one
+            for requests in (1, 2, 4, 8):
+                for _ in ("eager", "captured"):
+                    self._run(jobs * requests, [policy])
+
     def spent(self) -> tuple[int, float]:
         """(steps whose jobs are done, seconds that these took): the device's own where there is one."""
         while self._timed and self._timed[0][1].query():
@@ -218,7 +227,7 @@ class Compressor:
             for kv in self.kv.parts:
                 self._run_batch(kv, jobs, policy, all_kept)
 
-        if self._graphs is None:
+        if self._graphs is None or not (all_kept or getattr(SCORERS.build(policy.scorer), "never_waits", False)):
             launch(table)
         else:
             self._graphs.run((policy, all_kept, batch.shape()), table, launch)

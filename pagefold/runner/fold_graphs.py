@@ -37,6 +37,8 @@ class FoldGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._capturing):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            launch(held)
-            graph.capture_end()
+            try:
+                launch(held)
+            finally:
+                graph.capture_end()
         return graph, held

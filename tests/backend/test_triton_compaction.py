@@ -185,3 +185,18 @@ def test_padded_jobs_keep_what_they_keep_alone_on_a_cpu(backend, hot, cold):
             elif plane.shape[-1]:
                 raw = [store.planes[name].contiguous().view(torch.uint8) for store in (ours, theirs)]
                 assert torch.equal(*raw), name
+
+
+@interpreted
+@pytest.mark.parametrize("scorer", ["zipage:block=16", "snapkv", "keydiff"])
+def test_a_job_of_a_batch_that_keeps_nothing_writes_to_nobodys_page(scorer):
+    """So a batch can be padded, and an engine warmed up."""
+    case = Case("mixed", "int4", None, (30, 45), head_dim=32, num_window=4, state=STATE)
+    view, policies = make_view(case), [ScorePolicy(scorer, 1, 4)]
+    before = bytes_of(view)
+    job = Job(0, 0, 0, 4, 32, 32, 16, np.zeros(2, np.int32), 0, 0, 0)
+    Compressor(TritonBackend(), view, 0.3, pad=True).run([job, job], policies)
+    for name, plane in bytes_of(view).items():
+        assert torch.equal(
+            plane if name == "window" else plane[1:], before[name] if name == "window" else before[name][1:]
+        )

@@ -27,6 +27,7 @@ class ExpectedAttention:
 
     name: ClassVar[str] = "expected"
     needs_window: ClassVar[bool] = True
+    never_waits: ClassVar[bool] = True
     state: ClassVar[dict[str, Plane]] = {}
 
     horizon: int = 512

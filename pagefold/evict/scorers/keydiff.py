@@ -16,6 +16,7 @@ class KeyDiff:
 
     name: ClassVar[str] = "keydiff"
     needs_window: ClassVar[bool] = False
+    never_waits: ClassVar[bool] = True
     state: ClassVar[dict[str, Plane]] = {}
 
     def score(self, ctx: ScoreContext) -> Tensor:

@@ -14,6 +14,7 @@ class KeyNorm:
 
     name: ClassVar[str] = "keynorm"
     needs_window: ClassVar[bool] = False
+    never_waits: ClassVar[bool] = True
     state: ClassVar[dict[str, Plane]] = {}
 
     def score(self, ctx: ScoreContext) -> Tensor:

@@ -20,6 +20,7 @@ class Random:
 
     name: ClassVar[str] = "random"
     needs_window: ClassVar[bool] = False
+    never_waits: ClassVar[bool] = True
     reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {}
 

@@ -15,6 +15,7 @@ class Recency:
 
     name: ClassVar[str] = "recency"
     needs_window: ClassVar[bool] = False
+    never_waits: ClassVar[bool] = True
     reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {}
 

@@ -21,6 +21,7 @@ class SnapKV:
 
     name: ClassVar[str] = "snapkv"
     needs_window: ClassVar[bool] = True
+    never_waits: ClassVar[bool] = True
     reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {}
 

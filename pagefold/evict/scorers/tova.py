@@ -20,6 +20,7 @@ class Tova:
 
     name: ClassVar[str] = "tova"
     needs_window: ClassVar[bool] = True
+    never_waits: ClassVar[bool] = True
     state: ClassVar[dict[str, Plane]] = {}
 
     def score(self, ctx: ScoreContext) -> Tensor:

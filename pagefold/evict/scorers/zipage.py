@@ -34,6 +34,7 @@ class Zipage:
 
     name: ClassVar[str] = "zipage"
     needs_window: ClassVar[bool] = True
+    never_waits: ClassVar[bool] = True
     reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {"global_score": Plane(torch.float32, 1)}
 
