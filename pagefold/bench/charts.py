@@ -118,7 +118,7 @@ def rounds_chart(
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    rounds.legend(frameon=False)
+    figure.legend(*rounds.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

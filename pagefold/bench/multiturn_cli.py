@@ -51,6 +51,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Run the benchmark with these engine options; the exit code."""
     from pagefold.bench import multiturn
+    from pagefold.bench.chats import LARGEST_ID, parse_span, random_chats, read_chats
     from pagefold.bench.peers import PeerHome
     from pagefold.models.sources import resolve
     from pagefold.models.spec import ModelSpec
@@ -65,12 +66,12 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> int:
             raise InputError(next(iter(given)), "is not for chats that come from a file")
         source = resolve(args.model)
         tokenizer = source.tokenizer() if options.get("load_format") != "dummy" or source.has_tokenizer else None
-        chats = multiturn.read_chats(args.dataset, tokenizer, args.output_len)
+        chats = read_chats(args.dataset, tokenizer, args.output_len)
     else:
         for name in given.keys() & {"first_len", "next_len"}:
-            given[name] = multiturn.parse_span(name, given[name])
-        largest_id = min(multiturn.LARGEST_ID, ModelSpec.from_hf(resolve(args.model).config()).vocab_size - 1)
-        chats = multiturn.random_chats(**given, output_len=args.output_len, largest_id=largest_id)
+            given[name] = parse_span(name, given[name])
+        largest_id = min(LARGEST_ID, ModelSpec.from_hf(resolve(args.model).config()).vocab_size - 1)
+        chats = random_chats(**given, output_len=args.output_len, largest_id=largest_id)
     chats = replace(chats, temperature=args.temperature, think_s=args.think_time)
     homes = {name: PeerHome(args.peer_python, args.peer_path) for name in dict.fromkeys(args.peer)}
     files = {"threads": args.threads, "json_file": args.json, "chart": args.chart}

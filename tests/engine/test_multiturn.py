@@ -8,7 +8,8 @@ from itertools import count
 import pytest
 
 from pagefold.bench import multiturn, peers
-from pagefold.bench.multiturn import parse_span, random_chats, read_chats, rounds_of
+from pagefold.bench.chats import parse_span, random_chats, read_chats
+from pagefold.bench.multiturn import rounds_of
 from pagefold.bench.peers import PeerHome
 from pagefold.bench.turns import Chats, Progress, run_chats
 from pagefold.cli import main
