@@ -143,8 +143,14 @@ def fold_jobs(view: KVView, case: Case, dst_tier: int) -> list[Job]:
 
 
 @interpreted
-@pytest.mark.parametrize("hot, cold", [("fp32", None), ("int4", None), ("fp8", "k4v2")])
-@pytest.mark.parametrize("scorer", ["zipage:block=16", "zipage:redundancy=full", "snapkv"])
+@pytest.mark.parametrize(
+    "scorer, hot, cold",
+    [
+        ("zipage:block=16", "fp8", "k4v2"),
+        ("zipage:redundancy=full", "int4", None),
+        ("snapkv", "fp32", None),
+    ],
+)
 def test_jobs_of_a_batch_keep_what_they_keep_alone(hot, cold, scorer):
     """Whatever they are padded to, whoever is beside them, in one pass over the columns or several: to the last bit."""
     case = Case("mixed", hot, cold, LENGTHS, head_dim=32, state=STATE, per_head=1)

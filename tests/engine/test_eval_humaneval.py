@@ -57,7 +57,7 @@ def test_an_answer_passes_if_its_code_passes_the_tests(answer, passed):
         ("open('big', 'wb').write(bytes(1 << 22))", "OSError: [Errno 27] File too large"),
         ("print('x' * (1 << 22))", "OSError: [Errno 27] File too large"),
         ("input()", "EOFError: EOF when reading a line"),
-        ("import pagefold", "ModuleNotFoundError: No module named 'pagefold'"),
+        ("import tests", "ModuleNotFoundError: No module named 'tests'"),
         ("exit(0)", "ended early"),
     ],
 )

@@ -7,13 +7,14 @@ from pagefold.backends.base import JobBatch
 from pagefold.backends.reference import Reference
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.core.types import Request, ScorePolicy
+from pagefold.engine.policy import usual_folds
 from pagefold.evict.scorer import SCORERS
 from pagefold.evict.select import select_rows
 from pagefold.runner.compressor import Compressor
 from pagefold.store.format import FORMATS
 from tests.backend.cases import Case, bytes_of, make_jobs, make_view
 from tests.backend.test_triton_compaction import STATE, fold_jobs, repeat_keys
-from tests.engine.tiny import assert_drained
+from tests.engine.tiny import assert_drained, greedy
 from tests.gpu.test_engine import FOLDED, engine_of, tokens_of, work
 from tests.gpu.test_kernels import moved, relative
 
@@ -146,3 +147,18 @@ def test_aborts_while_jobs_run_change_no_other_request():
     assert_drained(engine)
     assert aborted
     assert all(tokens[i] == plain[i] for i in range(60) if i not in aborted)
+
+
+def test_warming_up_writes_to_nobodys_page():
+    engine = engine_of(**FOLDED)
+    engine.add(Request("a", tuple(range(70)), greedy(30)))
+    engine.step()
+    planes, policy = engine.runner.kv.tiers[0].planes, engine.policies.default
+    for plane in planes.values():
+        plane.copy_(torch.randn(plane.shape))
+    before = {name: plane.clone() for name, plane in planes.items()}
+    jobs = usual_folds(policy, 16, 512)
+    assert len(jobs) == engine.manager.geometry.num_groups
+    engine.runner.compressor.warm_up(jobs, policy.score)
+    torch.cuda.synchronize()
+    assert all(torch.equal(plane[1:], before[name][1:]) for name, plane in planes.items())

@@ -13,7 +13,6 @@ import torch
 from pagefold.backends.base import JobBatch, KVView
 from pagefold.core.types import Job, Request, SamplingParams, ScorePolicy, StepPlan
 from pagefold.engine.engine import Engine
-from pagefold.engine.policy import usual_folds
 from pagefold.runner.compressor import Compressor
 from tests.engine.tiny import assert_drained, drain, greedy, run, seeded
 from tests.gpu.test_engine import engine_of
@@ -54,22 +53,6 @@ def test_a_budget_beyond_the_length_gives_the_tokens_of_full_kv(backend):
     kept = run(engine_of(backend=backend, **FOLDED, kv_budget=160), prompts, params)
     assert [tokens_of(output) for output in kept] == [tokens_of(output) for output in full]
     assert all(output.kv.compactions == 0 for output in kept)
-
-
-@pytest.mark.gpu
-def test_warming_up_writes_to_nobodys_page():
-    engine = engine_of(backend="triton", **FOLDED)
-    engine.add(Request("a", tuple(prompt_of(70)), greedy(30)))
-    engine.step()
-    planes, policy = engine.runner.kv.tiers[0].planes, engine.policies.default
-    for plane in planes.values():
-        plane.copy_(torch.randn(plane.shape))
-    before = {name: plane.clone() for name, plane in planes.items()}
-    jobs = usual_folds(policy, PAGE, 512)
-    assert len(jobs) == engine.manager.geometry.num_groups
-    engine.runner.compressor.warm_up(jobs, policy.score)
-    settle(engine)
-    assert all(torch.equal(plane[1:], before[name][1:]) for name, plane in planes.items())
 
 
 class Moves:

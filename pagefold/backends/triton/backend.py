@@ -22,6 +22,7 @@ from pagefold.backends.triton.plan import (
     Shape,
     decode_shape,
     device_codec,
+    interpreted,
     least_rows,
     next_power_of_2,
     num_splits,
@@ -43,7 +44,6 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
     """
 
     name = "triton"
-    few_tokens = MAX_TOKENS
 
     def __init__(self, decode: DecodeShape | None = None, prefill: Shape | None = None):
         if not HAS_TRITON:
@@ -51,6 +51,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         self._decode_shape = decode
         self._prefill_shape = prefill
         self._long = LongPrefill()
+        self.few_tokens = 0 if interpreted() else MAX_TOKENS  # a CPU's weights may be packed
 
     def _shapes(self, kv: KVView, tier: int) -> tuple[DecodeShape, Shape]:
         head_dim = kv.window.shape[-1]
