@@ -4,11 +4,13 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.base import JobBatch, KVView
+from pagefold.backends.triton.addressing import tile_pages, tile_rows
 from pagefold.backends.triton.plan import device_codec, mma_dtype, next_power_of_2
 from pagefold.backends.triton.rows import WHERE, codec_of, decoded, decoding, source_rows, where, width_of
 from pagefold.store.shim import jit, tl, triton
 
-TILE = 128  # rows of a program that compares them with others
+TILE = 128  # rows of a program that compares them with others, COLUMNS at a time
+COLUMNS = 32
 SELECT_TILE = 2048  # scores looked at at a time, whatever there are, so that two programs serve all lengths
 
 
@@ -99,6 +101,7 @@ def compare_rows(
     max_src,
     M: tl.constexpr,
     N: tl.constexpr,
+    ALIGNED: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     PS: tl.constexpr,
     D: tl.constexpr,
@@ -120,10 +123,11 @@ def compare_rows(
 ):
     """Grid (tiles of M rows, block after block, C, J): M rows against all of their block, N at a time.
 
-    total   float32[J, C, max_src]   of each row, the sum of its cosines with the others
-    less    int64[J, C, max_src]     what of it does not count, in steps of 2^-40: each row's cosine with the newest
-                                     other row that is similar is added to that one's. Integers, because sums of
-                                     those do not depend on who comes first
+    ALIGNED   one tier, and N rows at a time are whole pages or lie in one
+    total     float32[J, C, max_src]   of each row, the sum of its cosines with the others
+    less      int64[J, C, max_src]     what of it does not count, in steps of 2^-40: each row's cosine with the newest
+                                       other row that is similar is added to that one's. Integers, because sums of
+                                       those do not depend on who comes first
     """
     i_c, i_j = tl.program_id(1), tl.program_id(2)
     at = (i_j.to(tl.int64) * tl.num_programs(1) + i_c) * max_src
@@ -141,26 +145,42 @@ def compare_rows(
         COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
     )  # fmt: skip
     limit = threshold / tl.maximum(a_factor, 1e-30)
-    sums = tl.zeros([M], tl.float32)
-    best = tl.zeros([M], tl.float32)
-    found = tl.full([M], -1, tl.int32)
+    # of each lane, the columns of all tiles: their sum, the tile of the newest similar one, and its cosine
+    o_n = tl.arange(0, N)
+    sums = tl.zeros([M, N], tl.float32)
+    values = tl.zeros([M, N], tl.float32)
+    places = tl.full([M, N], -N, tl.int32)
+    pages = tables[0] + (tl.load(tables[2] + i_j) * num_groups + tl.load(tables[3] + i_j)) * max_pages
+    pages += tl.load(tables[4] + i_j)
+    base = (first_column + i_c).to(tl.int64) * num_pages
+    if ALIGNED:
+        page = tile_pages(pages, start, stop, PS, N)
     for i_t in range(start, stop, N):
-        i_other = i_t + tl.arange(0, N)
-        b_b, b_factor = unit_rows(
-            planes, inverse + at, i_other, i_other < stop, tables, first_column, num_groups, max_pages, num_pages,
-            cold_pages, NUM_TIERS, PS, N, D, True, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
-            COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
-        )  # fmt: skip
+        i_other = i_t + o_n
+        ok = i_other < stop
+        if ALIGNED:
+            row = tile_rows(page, i_t, base, PS, N)
+            page = tile_pages(pages, i_t + N, stop, PS, N)
+            b_b = centred_pieces(planes[0], row, ok, D, True, LOAD, PIECES, BIAS, GAIN, MMA)
+            b_factor = tl.load(inverse + at + i_other, mask=ok, other=0.0)
+        else:
+            b_b, b_factor = unit_rows(
+                planes, inverse + at, i_other, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+                NUM_TIERS, PS, N, D, True, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
+                COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
+            )  # fmt: skip
         s = tl.zeros([M, N], tl.float32)
         for p in tl.static_range(PIECE_COUNT):
             s = tl.dot(b_a[p], b_b[p], s, input_precision=PRECISION)
         s = tl.where(i_row[:, None] == i_other[None, :], 0.0, s * b_factor[None, :])
-        sums += tl.sum(s, 1)
-        last = tl.max(tl.where(s > limit[:, None], i_other[None, :], -1), 1)
-        of_last = tl.sum(tl.where(i_other[None, :] == last[:, None], s, 0.0), 1)
-        best = tl.where(last >= 0, of_last, best)
-        found = tl.maximum(found, last)
-    tl.store(total + at + i_row, sums * a_factor, mask=i_row < stop)
+        sums += s
+        similar = s > limit[:, None]
+        values = tl.where(similar, s, values)
+        places = tl.where(similar, i_t, places)
+    places += o_n[None, :]
+    found = tl.max(places, 1)
+    best = tl.sum(tl.where(places == found[:, None], values, 0.0), 1)
+    tl.store(total + at + i_row, tl.sum(sums, 1) * a_factor, mask=i_row < stop)
     steps = (best * a_factor * 1099511627776.0).to(tl.int64)
     tl.atomic_add(less + at + found, steps, mask=(i_row < stop) & (found >= 0), sem="relaxed")
 
@@ -281,7 +301,8 @@ class TritonCompaction:
             length,
             max_src,
             M=rows,
-            N=32,
+            N=COLUMNS,
+            ALIGNED=num_tiers == 1 and length % min(COLUMNS, kv.page_size) == 0,
             NUM_TIERS=num_tiers,
             PS=kv.page_size,
             D=head_dim,
@@ -289,7 +310,7 @@ class TritonCompaction:
             PRECISION="ieee",
             PIECE_COUNT=codecs[0].num_pieces if num_tiers == 1 else 1,
             **constants,
-            num_warps=4,
+            num_warps=8,
             num_stages=2,
         )
         return total.sub_(less * 2.0**-40)
