@@ -56,7 +56,7 @@ def _add_task(
     add("--samples", type=Path, help="file of finished samples (.jsonl); a rerun continues it")
     add("--json", type=Path, help="write every figure")
     add("--chart", type=Path, help="draw pass@1 over the budgets (.png, .svg or .pdf)")
-    parser.set_defaults(func=_run_task, make_task=make, page_size=16, kv_window=8)
+    parser.set_defaults(func=_run_task, make_task=make, page_size=16, kv_buffer=16, kv_window=8)
     return parser
 
 
