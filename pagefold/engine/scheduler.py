@@ -334,16 +334,15 @@ class Scheduler:
                         seq.grammar.accept(new)
             if kv.num_indexed >= 0 and seq.state is kv and seq.status is Status.RUNNING:
                 self.manager.index(kv, seq.tokens)
-            if drawn:
-                touched.append(seq)
-                self._finish_if_done(seq, new)
-                if logprob is not None:
-                    seq.logprobs.append(logprob)
-            if chunk.slot in result.failed and seq.state is kv and not seq.finished:
+            if logprob is not None and drawn:
+                seq.logprobs.append(logprob)
+            if failed := chunk.slot in result.failed and seq.state is kv:
                 seq.error = result.failed[chunk.slot]  # what later steps draw for it is dropped
                 self.finish(seq, FinishReason.ABORT)
-                if not drawn:
-                    touched.append(seq)
+            elif drawn:
+                self._finish_if_done(seq, new)
+            if drawn or failed:
+                touched.append(seq)
         return touched
 
     def _finish_if_done(self, seq: Sequence, new: int | None) -> None:

@@ -27,6 +27,7 @@ class KVManager(PageHolder):
         super().__init__(geometry, prefix_caching)
         self._found: tuple[list[int], int, tuple[str, str], int, tuple[Trunk, int] | None] | None = None
         self.early: list[KVState] = []
+        self._no_for = 0  # steps for which nobody may begin early
         self.pages_freed = 0  # by compactions so far: pages given back less those of the copies
         self.pages_copied = 0  # of the pages they gave back, the ones that others, or the prefix cache, still need
 
@@ -66,10 +67,10 @@ class KVManager(PageHolder):
                 return None  # alone it would fit, or else without a trunk
         early = fresh.reserved and bool(self.early or not self._fits(fresh, tokens, margin, None))
         if early:
-            if not self._fits_in_time(fresh):
-                return None
+            if self.num_tiers > 1 or fresh.reserve != fresh.bound:
+                return None  # a long prompt holds more at once
             fresh.reserve, fresh.reserved = [0, 0], False
-        if not self._fits(fresh, tokens, margin, None):
+        if not self._fits(fresh, tokens, margin, None) or early and not self._fits_in_time(fresh):
             return None
         hits, key = self._cached(fresh, tokens, salt)
         if not self._fits(fresh, tokens, margin, hits):
@@ -130,18 +131,26 @@ class KVManager(PageHolder):
         return self._unpromised(HOT, kv) - margin >= fresh + idle + pool.sharing_cost(pages)
 
     def _fits_in_time(self, kv: KVState) -> bool:
-        """Whether a sequence whose prompt is shorter than its bound may begin before it is promised that."""
-        return self.num_tiers == 1 and kv.reserve == kv.bound and fits_in_time(kv, self.live, self._unpromised(HOT, kv))
+        """Whether a new sequence may begin before it is promised its bound. The head of the queue asks at every step: a
+        no holds for a page of steps, or until somebody leaves."""
+        if self._no_for:
+            self._no_for -= 1
+            return False
+        fits = fits_in_time(kv, self.live, self._unpromised(HOT, kv))
+        self._no_for = 0 if fits else self.geometry.page_size - 1
+        return fits
 
     def promise_early(self) -> None:
         """Promise early sequences their bounds as soon as there is room for all: one alone would take what the others
         grow into first."""
-        wanted = sum(max(0, kv.bound[HOT] - kv.held[HOT]) for kv in self.early if not kv.reserved)
-        if not self.early or self.room() < wanted or any(kv.ticket for kv in self.early):
+        if not self.early:
+            return
+        self.early = [kv for kv in self.early if not kv.reserved]  # some were when they first folded
+        wanted = sum(max(0, kv.bound[HOT] - kv.held[HOT]) for kv in self.early)
+        if self.room() < wanted or any(kv.ticket for kv in self.early):
             return
         for kv in self.early:
-            if not kv.reserved:
-                self._try_reserve(kv)
+            self._try_reserve(kv)
         self.early = [kv for kv in self.early if not kv.reserved]
 
     def extend(self, kv: KVState, num_tokens: int) -> bool:
@@ -278,6 +287,7 @@ class KVManager(PageHolder):
     def release(self, kv: KVState) -> None:
         if kv in self.early:
             self.early.remove(kv)
+        self._no_for = 0
         super().release(kv)
 
     # ---- trunks

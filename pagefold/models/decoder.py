@@ -79,9 +79,9 @@ class Decoder:
     def _forward_few(self, x: Tensor, fwd: ForwardInputs, kv: KVView, backend: Backend) -> Tensor:
         """The same for so few tokens that reading the weights is all that counts."""
         for index, layer in enumerate(self.weights.layers):
-            qkv = backend.product(x, layer.qkv.weight, layer.qkv.bias, norm=layer.attention_norm)
-            q = backend.append(kv, index, qkv.view(len(x), -1, self.spec.head_dim), fwd, self._turns[index])
-            out = backend.attend(kv, index, q, fwd, self.scale).view(len(x), -1)
+            own, qkv = kv.of(index), backend.product(x, layer.qkv.weight, layer.qkv.bias, norm=layer.attention_norm)
+            q = backend.append(own, index, qkv.view(len(x), -1, self.spec.head_dim), fwd, self._turns[index])
+            out = backend.attend(own, index, q, fwd, self.scale).view(len(x), -1)
             backend.product(out, layer.o.weight, layer.o.bias, add_to=x)
             h = backend.product(x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm, gate=True)
             backend.product(h, layer.down.weight, layer.down.bias, add_to=x)

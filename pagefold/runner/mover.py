@@ -55,8 +55,7 @@ class PageMover:
         device, host = self.tiers[op.tier], self.host[op.tier]
         for part in _slices(device, len(op.src_pages)):
             while sum(staged for *_, staged, _ in self._leaving) > STAGED_BYTES:
-                self._leaving[0][-1].result()
-                self._note_filed()
+                self._leaving.pop(0)[-1].result()
             src = _ids(op.src_pages[part]).to(next(iter(device.planes.values())).device)
             staged = [(name, plane.index_select(1, src)) for name, plane in planes_of(device)]
             sent, arrived = self._to_host(staged)
@@ -92,9 +91,10 @@ class PageMover:
 
     def _wait(self, tier: int, pages: np.ndarray) -> None:
         """Until these host pages are filed."""
-        for of_tier, leaving, _, filed in self._leaving:
-            if of_tier == tier and np.isin(leaving, pages).any():
-                filed.result()
+        awaited = [each for each in self._leaving if each[0] == tier and np.isin(each[1], pages).any()]
+        self._leaving = [each for each in self._leaving if not any(each is other for other in awaited)]
+        for *_, filed in awaited:
+            filed.result()
 
     def _note_filed(self) -> None:
         """Forget what has been filed, in order."""

@@ -176,7 +176,7 @@ _WHY = {
     "backend": "the device there is",
     "max_model_len": "the model's context",
     "kv_format": "the model's own precision",
-    "kv_buffer": "one page",
+    "kv_buffer": "one page, on a GPU 128 tokens",
     "num_pages": "what the KV memory holds",
     "kv_cache_memory_bytes": "pages of all tiers",
     "kv_window_slots": "what the running requests need",
