@@ -300,7 +300,7 @@ def test_a_turn_that_would_end_in_the_step_whose_fold_fails_has_failed():
     whole = expected_output(prompt, policy, SIZE, 60)
 
     def serve(stop: tuple[int, ...]) -> Sequence:
-        world = World(pages=100, failing=frozenset({1}))
+        world = World(pages=100, failing=frozenset(range(60)))
         seq = world.add(prompt, policy, 60, stop=stop, keeps=True)
         world.run()
         assert not (seq.error and list(world.manager.trunks))
