@@ -6,7 +6,6 @@ Every engine runs in a process of its own. This file is also the program of that
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from rich.table import Table
 
 from pagefold.bench.charts import rounds_chart
 from pagefold.bench.export import export_hf
+from pagefold.bench.measure import run_apart
 from pagefold.bench.peers import PeerHome, run_chats_on_vllm
 from pagefold.bench.turns import Answer, Chats, Progress, run_chats
 from pagefold.bench.workloads import PEER_OPTIONS, device_of, engine_name
@@ -205,23 +205,10 @@ def measure_footprint(engine: Engine, prompt: list[int], after: Sequence[int]) -
 
 def run_engine(name: str, options: dict[str, Any], chats: Chats, threads: int, footprint: Sequence[int]) -> ChatResult:
     """`measure` in a fresh process. One that fails is a result with a note."""
-    with tempfile.TemporaryDirectory(prefix="pagefold-bench-") as folder:
-        job, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
-        work = {"name": name, "options": options, "chats": asdict(chats), "footprint": list(footprint)}
-        job.write_text(json.dumps(work | {"threads": threads}))
-        done = subprocess.run(
-            [sys.executable, "-m", "pagefold.bench.multiturn", str(job), str(answer)],
-            env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if not answer.exists():
-            words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return ChatResult(name, note=words[-1])
-        facts = json.loads(answer.read_text())
-        return ChatResult(**facts | {"rounds": [Round(**each) for each in facts["rounds"]]})
+    work = {"name": name, "options": options, "chats": asdict(chats), "footprint": list(footprint), "threads": threads}
+    facts: dict[str, Any] = {"name": name} | run_apart("pagefold.bench.multiturn", work, threads)
+    facts["rounds"] = [Round(**each) for each in facts.get("rounds", ())]
+    return ChatResult(**facts)
 
 
 def _child(job_file: str, answer_file: str) -> None:
@@ -286,23 +273,28 @@ def run_multiturn(
         own = options | RIVALS[way]
         runs["full" if way == "full" else f"{engine_name(own)}, {way}"] = own
     results = []
+
+    def note(result: ChatResult) -> None:
+        """Figures are on disk as soon as an engine is done: the next one may take long, or be stopped."""
+        results.append(result)
+        if json_file:
+            report = {"engines": runs, "peer_options": peer_options or {}, "dtype": dtype, "chats": _shape(chats)}
+            report |= {"results": [asdict(each) for each in results]}
+            Path(json_file).write_text(json.dumps(report, indent=1) + "\n")
+
     for name, own in runs.items():
         with console.status(f"pagefold, {name}"):
-            results.append(run_engine(name, own, chats, threads, footprint))
+            note(run_engine(name, own, chats, threads, footprint))
     ours = list(results)
     for home in (peers or {}).values():
         with console.status("vllm"):
-            results.append(run_vllm(chats, options, dtype, home, threads, peer_options or {}))
+            note(run_vllm(chats, options, dtype, home, threads, peer_options or {}))
     where = device_of(options)
     for table in tables(chats, results, f"{dtype}, {where if where == 'cuda' else f'{threads} threads'}"):
         console.print(table)
     for result in results:
         if not result.ok:
             console.print(f"{label_of(result)}: {result.note}", markup=False)
-    if json_file:
-        report = {"engines": runs, "peer_options": peer_options or {}, "dtype": dtype, "chats": _shape(chats)}
-        report |= {"results": [asdict(result) for result in results]}
-        Path(json_file).write_text(json.dumps(report, indent=1) + "\n")
     if chart:
         good = {label_of(result): result for result in results if result.ok}
         medians = {name: [each.ttft_median_s for each in result.rounds] for name, result in good.items()}

@@ -91,9 +91,9 @@ def run_needle(
 
 
 def _config(options: dict[str, Any], length: int, share: str | None) -> EngineConfig:
-    own = dict(options)
+    own, size = dict(options), EngineConfig.from_options(**options).cache.page_size
+    own["kv_buffer"] = own.get("kv_buffer") or size  # on any device
     if share is not None:
-        size = EngineConfig.from_options(**options).cache.page_size
         own["kv_budget"] = share_rows(length, parse_share(share, "share"), size)
     if own.get("kv_prefill_buffer") is None:
         own["kv_prefill_buffer"] = length

@@ -12,7 +12,7 @@ from torch import Tensor
 from pagefold.backends.base import Backend, JobBatch, KVView
 from pagefold.backends.upload import upload
 from pagefold.core.types import Job, Move, ScorePolicy, SwapOp, TableEdits
-from pagefold.evict.scorer import SCORERS, ScoreContext
+from pagefold.evict.scorer import SCORERS, ScoreContext, Scorer
 from pagefold.evict.select import check_keep
 from pagefold.runner.fold_graphs import FoldGraphs
 
@@ -112,7 +112,8 @@ class Compressor:
     """Executes compactions and coolings, a few launches per batch of jobs.
 
     scale       softmax scale of the model's attention
-    tile_bytes  how much memory one pass over the columns may take
+    tile_bytes  how much memory one pass over the columns may take; by default 64 MB, and 128 on a device, where eight
+                requests are one pass
     pad         jobs of unequal lengths share a batch; by default on a device, where a launch costs more than rows do
     overlap     jobs run beside the steps that follow, on a stream of their own; see `before_edits`
     graphs      batches of a shape that comes again are captured, on a device
@@ -123,7 +124,7 @@ class Compressor:
         backend: Backend,
         kv: KVView,
         scale: float,
-        tile_bytes: int = 128 << 20,
+        tile_bytes: int | None = None,
         pad: bool | None = None,
         overlap: bool = False,
         graphs: bool = False,
@@ -131,11 +132,12 @@ class Compressor:
         self.backend = backend
         self.kv = kv
         self.scale = scale
-        self.tile_bytes = tile_bytes
         self._device = kv.page_table.device
+        self.tile_bytes = tile_bytes or (128 << 20 if self._device.type == "cuda" else 64 << 20)
         self._pad = self._device.type == "cuda" if pad is None else pad
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
         self._graphs = FoldGraphs(self._device) if graphs and self._device.type == "cuda" else None
+        self._scorers: dict[str, Scorer] = {}
         self._running: deque[_Running] = deque()
         self._timed: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # begun and done, on a device
         self._num_runs, self._seconds = 0, 0.0
@@ -227,7 +229,7 @@ class Compressor:
             for kv in self.kv.parts:
                 self._run_batch(kv, jobs, policy, all_kept)
 
-        if self._graphs is None or not (all_kept or getattr(SCORERS.build(policy.scorer), "never_waits", False)):
+        if self._graphs is None or not (all_kept or getattr(self._scorer(policy), "never_waits", False)):
             launch(table)
         else:
             self._graphs.run((policy, all_kept, batch.shape()), table, launch)
@@ -276,15 +278,21 @@ class Compressor:
             keep = self.backend.select_rows(kv, jobs, scores, policy.sink_tokens, policy.window)
             self.backend.compact(kv, jobs, part, keep, ctx.new_state)
 
+    def _scorer(self, policy: ScorePolicy) -> Scorer:
+        """Built once: it holds no state, and reading a spec takes longer than launching a fold."""
+        if policy.scorer not in self._scorers:
+            self._scorers[policy.scorer] = SCORERS.build(policy.scorer)
+        return self._scorers[policy.scorer]
+
     def _decodes(self, policy: ScorePolicy, all_kept: bool) -> bool:
         """Whether rows are decoded into memory, as on a CPU they always are."""
         if self._device.type == "cpu":
             return True
-        return not all_kept and getattr(SCORERS.build(policy.scorer), "reads_rows", True)
+        return not all_kept and getattr(self._scorer(policy), "reads_rows", True)
 
     def score(self, ctx: ScoreContext, policy: ScorePolicy) -> Tensor:
         """float32[J, C, N]: what the policy's scorer says of the rows. A subclass may watch the scores here."""
-        return SCORERS.build(policy.scorer).score(ctx)
+        return self._scorer(policy).score(ctx)
 
     def _context(self, kv: KVView, jobs: JobBatch, columns: slice, policy: ScorePolicy) -> ScoreContext:
         members = kv.members[jobs.groups][:, columns].long()

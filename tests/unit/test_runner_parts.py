@@ -12,7 +12,10 @@ from pagefold.backends.upload import upload
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, SamplingParams
 from pagefold.engine.build import choose_device, for_device
+from pagefold.engine.policy import PolicyMaker, usual_folds
+from pagefold.kv.layout import HeadLayout
 from pagefold.runner.device_sampler import _Counts, _Kept
+from pagefold.runner.fold_graphs import FoldGraphs
 from pagefold.runner.graphs import LARGEST, graph_sizes
 
 
@@ -75,3 +78,64 @@ def test_a_gpu_backend_without_a_gpu_is_refused_by_name(monkeypatch):
     with pytest.raises(InputError, match="backend: got 'triton', which needs a CUDA device"):
         choose_device("triton")
     assert choose_device("auto").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "options, period",
+    [({}, 128), ({"page_size": 256}, 256), ({"kv_buffer": 64}, 64), ({"kv_prefill_buffer": 192}, 32)],
+)
+def test_a_gpu_folds_every_128_tokens_where_pages_and_prompts_allow_it(options, period):
+    config = EngineConfig.from_options(**{"page_size": 32} | options)
+    assert for_device(config, torch.device("cuda")).period == period
+    assert for_device(config, torch.device("cpu")).period == config.period
+
+
+def test_usual_folds_are_those_of_groups_that_can_be_so_long():
+    config = EngineConfig.from_options(kv_eviction="snapkv", kv_budget=128, page_size=16, kv_buffer=32)
+    layout = HeadLayout(np.arange(2, dtype=np.int32)[:, None], np.zeros((2, 1), np.int32), np.array([0.5, 1.5]))
+    policy = PolicyMaker(config, layout).default
+    jobs = usual_folds(policy, 16, 200)
+    assert [(job.group, job.num_src_pages, job.keep_rows, len(job.dst_pages)) for job in jobs] == [(0, 6, 64, 4)]
+    assert len(usual_folds(policy, 16, 224)) == 2 and not usual_folds(policy, 16, 95)
+    assert all(job.slot == 0 and not job.dst_pages.any() for job in jobs)
+
+
+class Replay:
+    """Stands for a captured graph: does what was launched, with the table that it holds."""
+
+    def __init__(self, launch, held):
+        self.replay = lambda: launch(held)
+
+
+def graphs_on_a_cpu(monkeypatch, capture) -> FoldGraphs:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(FoldGraphs, "_capture", capture)
+    return FoldGraphs(torch.device("cpu"))
+
+
+def test_batches_of_a_shape_are_captured_when_it_comes_again(monkeypatch):
+    captured, launched = [], []
+
+    def capture(self, held, launch):
+        captured.append(held)
+        return Replay(launch, held), held
+
+    graphs = graphs_on_a_cpu(monkeypatch, capture)
+    for number in range(4):
+        graphs.run("one", torch.tensor([number]), lambda table: launched.append(int(table)))
+    graphs.run("other", torch.tensor([9]), lambda table: launched.append(int(table)))
+    assert launched == [0, 1, 2, 3, 9] and len(captured) == 1
+
+
+def test_what_cannot_be_captured_is_launched_and_not_tried_again(monkeypatch, caplog):
+    tried, launched = [], []
+
+    def capture(self, held, launch):
+        tried.append(held)
+        raise RuntimeError("out of memory")
+
+    graphs = graphs_on_a_cpu(monkeypatch, capture)
+    for number in range(4):
+        graphs.run("one", torch.tensor([number]), lambda table: launched.append(int(table)))
+    assert launched == [0, 1, 2, 3] and len(tried) == 1 and "out of memory" in caplog.text
