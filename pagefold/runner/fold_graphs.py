@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from pagefold.runner.graphs import nothing_collected
+
 logger = logging.getLogger("pagefold")
 
 MOST = 64  # graphs kept; batches of other shapes run eagerly, as all do the first time
@@ -48,7 +50,7 @@ class FoldGraphs:
 
     def _capture(self, held: Tensor, launch: Callable[[Tensor], None]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._capturing):
+        with nothing_collected(), torch.cuda.stream(self._capturing):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch(held)

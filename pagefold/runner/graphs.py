@@ -4,7 +4,10 @@ A graph holds addresses, not values. Everything a decode step reads lies at a fi
 the tokens drawn last, and the batch's own numbers, which are copied into `_columns` before a replay.
 """
 
+import gc
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,6 +19,18 @@ from pagefold.runner.model import Model
 
 LARGEST = 512  # beyond it a step is long enough to hide its launches
 _PADDING = np.array([[0], [0], [0], [1], [0], [0]])  # a token of slot 0, whose sequence is one token long
+
+
+@contextmanager
+def nothing_collected() -> Iterator[None]:
+    """No garbage is collected meanwhile: what it holds on a device would be freed, which spoils a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -48,7 +63,7 @@ class DecodeGraphs:
 
             step()  # kernels are compiled and libraries set up outside of the capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with nothing_collected(), torch.cuda.graph(graph, pool=pool):
                 hidden = step()
             pool = graph.pool()
             self._graphs[size] = graph, hidden, fwd  # whose tensors the graph reads
