@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from pagefold.bench import multiturn_cli
+    from pagefold.bench import layouts_cli, multiturn_cli
     from pagefold.eval.cli import add_parsers
 
     parser = _Parser(prog="pagefold", description="Serve language models in a fraction of the KV memory.")
@@ -104,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     multiturn_cli.add_flags(
         _verb(bench, "multiturn", _multiturn, "chats of many turns: time in all and to first tokens")
     )
+    layouts_cli.add_flags(_verb(bench, "layouts", _layouts, "head layouts side by side: what uneven heads cost"))
 
     add_parsers(verbs)
     return parser
@@ -473,6 +474,12 @@ def _multiturn(args: argparse.Namespace) -> int:
     from pagefold.bench import multiturn_cli
 
     return multiturn_cli.run(args, engine_options(args))
+
+
+def _layouts(args: argparse.Namespace) -> None:
+    from pagefold.bench import layouts_cli
+
+    layouts_cli.run(args, engine_options(args))
 
 
 def _add_bench_serve(verbs: Any) -> None:

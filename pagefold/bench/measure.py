@@ -177,9 +177,9 @@ def measure(name: str, options: dict[str, Any], workload: Workload) -> EngineRes
     _warm_up(engine, workload)
     prefill_s = _serve_apart(engine, workload.prefill(), "prefill").wall_s if workload.prefill_apart else 0.0
     engine.scheduler.stats = stats = Stats()
-    before_s = _compaction_seconds(engine)
+    before_s = compaction_seconds(engine)
     served = serve(engine, workload.prompts, _sampling(workload))
-    compaction_s = _compaction_seconds(engine) - before_s
+    compaction_s = compaction_seconds(engine) - before_s
     peak_rss_bytes, device_bytes = _peak_rss_bytes(), peak_device_bytes()
     paces = [
         (end - first) / (length - 1)
@@ -228,8 +228,8 @@ def _serve_apart(engine: Engine, workload: Workload, salt: str) -> Served:
     return served
 
 
-def _compaction_seconds(engine: Engine) -> float:
-    """So far; waits for the device."""
+def compaction_seconds(engine: Engine) -> float:
+    """Seconds that compactions took so far; waits for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return engine.runner.compressor.spent()[1]

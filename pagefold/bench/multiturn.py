@@ -20,7 +20,7 @@ from rich.table import Table
 
 from pagefold.bench.charts import rounds_chart
 from pagefold.bench.export import export_hf
-from pagefold.bench.measure import run_apart
+from pagefold.bench.measure import compaction_seconds, run_apart
 from pagefold.bench.peers import PeerHome, run_chats_on_vllm
 from pagefold.bench.turns import Answer, Chats, Progress, run_chats
 from pagefold.bench.workloads import PEER_OPTIONS, device_of, engine_name
@@ -88,7 +88,8 @@ class ChatResult:
     preemptions  None if a peer does not tell
     ours         what only this engine tells: requests that `resumed`, swaps, peak_pages of num_pages, rows_kept of
                  rows_seen (per head, at the end, summed over the requests), trunks and bytes of them in host memory,
-                 and the `footprint`: pages one request holds so many tokens after its first fold, and the bound it was
+                 `folding_s` that compactions took until the first round ended, and their `folding_share` of it, and
+                 the `footprint`: pages one request holds so many tokens after its first fold, and the bound it was
                  promised
     note         "" after a good run, else what is wrong
     """
@@ -136,7 +137,7 @@ def measure(
     _serve(engine, chats.warm_up())
     engine.manager.forget_all()
     engine.scheduler.stats = stats = Stats()
-    answers, kept, seen = _serve(engine, chats)
+    answers, kept, seen, folding_s = _serve(engine, chats)
     manager = engine.manager
     hosted = [trunk for trunk in manager.trunks if trunk.on_host]
     ours = {
@@ -147,6 +148,8 @@ def measure(
         "num_pages": sum(pool.num_pages - 1 for pool in manager.pools),
         "rows_kept": kept,
         "rows_seen": seen,
+        "folding_s": folding_s,
+        "folding_share": folding_s / rounds_of(answers)[0].wall_s,
         "trunks": len(manager.trunks),
         "trunk_host_bytes": sum(
             size * len(trunk.tier_pages(tier))
@@ -160,23 +163,28 @@ def measure(
     return _result(name, answers, chats, init_s=init_s, preemptions=stats.preemptions, device=device, ours=ours)
 
 
-def _serve(engine: Engine, chats: Chats) -> tuple[list[Answer], float, int]:
-    """The answers, and rows per head that were kept and seen at the requests' ends."""
+def _serve(engine: Engine, chats: Chats) -> tuple[list[Answer], float, int, float]:
+    """The answers, rows per head that were kept and seen at the requests' ends, and seconds that compactions took until
+    all first turns were answered."""
     how: dict[str, Any] = {"temperature": chats.temperature, "ignore_eos": True, "detokenize": False}
     sampling, kept, seen = SamplingParams(max_tokens=chats.output_len, **how), 0.0, 0
+    first_turns, folding_s = len(chats.turns), -compaction_seconds(engine)
 
     def step() -> list[Progress]:
-        nonlocal kept, seen
+        nonlocal kept, seen, first_turns, folding_s
         outputs = engine.step()
         for output in outputs:
             if output.finished:
                 kept, seen = kept + output.kv.rows_kept, seen + output.kv.tokens
+                if output.request_id.endswith(".0"):
+                    first_turns -= 1
+                    folding_s += 0.0 if first_turns else compaction_seconds(engine)
         return [
             Progress(out.request_id, out.outputs[0].token_ids, out.finished, out.num_cached_tokens) for out in outputs
         ]
 
     answers = run_chats(chats, lambda id, prompt: engine.add(Request(id, tuple(prompt), sampling)), step)
-    return answers, kept, seen
+    return answers, kept, seen, folding_s
 
 
 def measure_footprint(engine: Engine, prompt: list[int], after: Sequence[int]) -> dict[str, Any]:
@@ -319,7 +327,12 @@ def tables(chats: Chats, results: list[ChatResult], where: str) -> list[Table]:
     total = Table(title=f"{len(chats.turns)} chats of {chats.num_rounds} turns ({where})", title_justify="left")
     for name in ("engine", "total s", "tok/s", "later TTFT s", "cached", "resumed", "preempted", "pool at most"):
         total.add_column(name, justify="left" if name == "engine" else "right")
-    for name in ("rows kept/seen", "pages after 1, 1000", *(f"x {label_of(rival)}" for rival in rivals)):
+    for name in (
+        "rows kept/seen",
+        "folding of round 1",
+        "pages after 1, 1000",
+        *(f"x {label_of(rival)}" for rival in rivals),
+    ):
         total.add_column(name, justify="right")
     rounds = Table(
         title="by round: median / 99th percentile of the time to first token, s; tok/s", title_justify="left"
@@ -341,11 +354,12 @@ def tables(chats: Chats, results: list[ChatResult], where: str) -> list[Table]:
 def _own_cells(result: ChatResult) -> list[str]:
     ours, preempted = result.ours, "" if result.preemptions is None else f"{result.preemptions}"
     if not ours:
-        return ["", preempted, "", "", ""]
+        return ["", preempted, "", "", "", ""]
     footprint = ours.get("footprint")
     held = f"{', '.join(map(str, footprint['held'].values()))} of {footprint['reserved']}" if footprint else ""
     pool = f"{ours['peak_pages']} of {ours['num_pages']}"
-    return [f"{ours['resumed']}", preempted, pool, f"{ours['rows_kept'] / ours['rows_seen']:.0%}", held]
+    rows, folding = f"{ours['rows_kept'] / ours['rows_seen']:.0%}", f"{ours['folding_share']:.1%}"
+    return [f"{ours['resumed']}", preempted, pool, rows, folding, held]
 
 
 if __name__ == "__main__":

@@ -114,6 +114,8 @@ def test_kept_turns_compute_a_fraction_of_what_full_and_anew_compute(options):
     assert sum(computed["kept"]) * 4 < min(sum(computed["full"]), sum(computed["anew"]))
     assert kept.ours["peak_running"] > results["full"].ours["peak_running"]
     assert kept.ours["rows_kept"] < 0.5 * kept.ours["rows_seen"]
+    assert 0 < kept.ours["folding_s"] < kept.rounds[0].wall_s and results["full"].ours["folding_share"] == 0
+    assert kept.ours["folding_share"] == pytest.approx(kept.ours["folding_s"] / kept.rounds[0].wall_s)
 
 
 def test_pool_use_after_folding_is_what_was_reserved(options, tmp_path):
