@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="needs the package triton")
 
+from pagefold.backends.base import KVView
 from pagefold.backends.reference import Reference
 from pagefold.backends.torch_ops import TorchOps, split_heads
 from pagefold.backends.triton import backend as module
 from pagefold.backends.triton.backend import TritonBackend
+from pagefold.backends.triton.deal import CLASSES, deal
 from pagefold.backends.triton.layer_ops import append_tile
 from pagefold.backends.triton.plan import (
+    DecodePart,
     DecodeShape,
     least_rows,
     next_power_of_2,
@@ -114,14 +117,70 @@ def test_attention_whatever_the_page_size_and_the_number_of_heads(hot, cold, per
 @interpreted
 @pytest.mark.parametrize("hot, cold", [("fp32", None), ("int4", None), ("bf16", "k4v2")])
 @pytest.mark.parametrize("min_rows, programs", [(16, 8), (16, 1000), (32, 100)])
-def test_attention_whatever_the_splits(hot, cold, min_rows, programs):
+@pytest.mark.parametrize("layout", ["uniform", "mixed"])
+def test_attention_whatever_the_splits(layout, hot, cold, min_rows, programs):
     """Including splits that get no rows, and heads that have none in a tier."""
-    case = Case("mixed", hot, cold, (1, 100, 40), head_dim=64)
+    case = Case(layout, hot, cold, (1, 100, 40), head_dim=64)
     view = make_view(case)
     batch = make_batch(view, case, [(2, 1), (1, 1), (3, 1)])
     q = new_queries(view, case, batch)
-    shape = DecodeShape(tile=16, warps=1, stages=1, programs=programs, min_rows=min_rows)
-    close(TritonBackend(shape).attend(view, 2, q, batch, 0.3), Reference().attend(view, 2, q, batch, 0.3))
+    shape, layer = DecodeShape(tile=16, warps=1, stages=1, programs=programs, min_rows=min_rows), view.group_of.shape[0]
+    ours = TritonBackend(shape).attend(view, layer - 1, q, batch, 0.3)
+    close(ours, Reference().attend(view, layer - 1, q, batch, 0.3))
+
+
+def dealt_view(rows: list[list[int]], cold: list[list[int]], page_size: int) -> KVView:
+    """Tables of sequences of 4,096 tokens whose groups, one for each head of one layer, hold so many rows, and so many
+    pages in the cold tier. The first head is of the last group."""
+    heads = len(rows[0])
+    evicted, in_cold = (torch.tensor([[0] * heads, *table], dtype=torch.int32) for table in (rows, cold))
+    evicted[1:] = (1 << 12) - evicted[1:]
+    order = torch.arange(heads, dtype=torch.int32).flip(0)[None]
+    table = torch.zeros(len(rows) + 1, heads, 1, dtype=torch.int32)
+    members = torch.stack((torch.zeros_like(order[0]), order[0]), -1)[:, None]
+    zeros = torch.zeros_like(order)
+    window, inv_freq = torch.zeros(1, 1, 1, heads, 16), torch.zeros(8)
+    return KVView([], table, evicted, in_cold, order, zeros, members, window, inv_freq, page_size)
+
+
+@interpreted
+@settings(max_examples=20, deadline=None)
+@given(st.data())
+def test_shares_of_attention_are_equal_and_cover_every_row_once(data):
+    """No program gets more than a share, only the last of a head less than a whole one, and the shorter, the later."""
+    heads, tile = data.draw(st.sampled_from([1, 2, 3, 8])), 16
+    tiers, batch = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 4))
+    table = lambda most: [[data.draw(st.integers(0, most)) for _ in range(heads)] for _ in range(batch)]  # noqa: E731
+    rows, cold = table(4096), table(4)
+    rows = [[max(n, 16 * c + 1) for n, c in zip(*both)] for both in zip(rows, cold)]
+    if tiers == 1:
+        cold = [[0] * heads for _ in rows]
+    shape = DecodeShape(16, 1, 1, programs=data.draw(st.sampled_from([1, 7, 40, 300])), min_rows=32)
+    slots = torch.arange(1, batch + 1)
+    part = DecodePart(slots - 1, slots, torch.full((batch,), 1 << 12), 1 << 12)
+    view = dealt_view(rows, cold, page_size=16)
+    found = deal(view, part, [shape] * tiers)
+    for tier in range(tiers):
+        line = found.table[tier, 0].tolist()
+        firsts, counts, items = line[: found.width], line[found.width : 2 * found.width], line[2 * found.width : -4]
+        share = line[-4]
+        in_tier = [
+            (16 * c if tier else n - 16 * c) for of_rows, of_cold in zip(rows, cold) for n, c in zip(of_rows, of_cold)
+        ]
+        in_tier = [n for b in range(batch) for n in in_tier[b * heads : (b + 1) * heads][::-1]]
+        least = least_rows(shape, batch * heads)
+        assert share % tile == 0 and share == max(least, -(-sum(in_tier) // (shape.programs * tile)) * tile)
+        assert counts[: batch * heads] == [-(-n // share) for n in in_tier]
+        assert firsts[: batch * heads] == [sum(counts[:i]) for i in range(batch * heads)]
+        given_out = list(zip(items[::2], items[1::2]))
+        used = [item for item in given_out if item[0] >= 0]
+        assert given_out[: len(used)] == used and len(given_out) == found.most
+        assert sorted(used) == [(i, s) for i, n in enumerate(in_tier) for s in range(-(-n // share))]
+        sizes = [min(share, in_tier[i] - s * share) for i, s in used]
+        whole = sum(n // share for n in in_tier)
+        assert sizes[:whole] == [share] * whole
+        classes = [size * CLASSES // share for size in sizes[whole:]]
+        assert classes == sorted(classes, reverse=True) and all(0 < size < share for size in sizes[whole:])
 
 
 @pytest.mark.parametrize("programs, max_rows, splits", [(8, 200, 3), (8, 4096, 64), (8, 10**6, 125), (512, 4096, 2)])

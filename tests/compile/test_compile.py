@@ -21,7 +21,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagefold.backends.triton import backend, layer_ops, rows
+from pagefold.backends.triton import backend, deal, layer_ops, rows
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.store.format import Plane, parse_format
 from tests.backend.cases import Case, make_batch, make_jobs, make_keep, make_turn, make_view, new_queries, new_tokens
@@ -35,7 +35,7 @@ POINTER = {
     torch.int16: "*i16",
     torch.uint8: "*u8",
 }
-MODULES = (backend, layer_ops, rows)  # where kernels are launched
+MODULES = (backend, deal, layer_ops, rows)  # where kernels are launched
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = {80: 166912, 90: 232448}  # bytes a program may use
 
@@ -92,11 +92,11 @@ def recording(monkeypatch):
 
 
 def launches_of(monkeypatch, call: str, hot: str, cold: str | None, head_dim: int, page_size: int = 64) -> list[Launch]:
-    """What one call of the backend launches, for a bfloat16 model with 4 query heads per KV head."""
+    """What one call of the backend launches, for a bfloat16 model with 4 query heads per KV head, and several groups of
+    heads, but for "decode evenly"."""
     state = {"score": Plane(torch.float32, 1)} if call in ("append", "compact") else {}
-    case = Case(
-        "mixed", hot, cold, (300, 700), page_size, 4, head_dim, num_window=16, dtype=torch.bfloat16, state=state
-    )
+    layout = "uniform" if call == "decode evenly" else "mixed"
+    case = Case(layout, hot, cold, (300, 700), page_size, 4, head_dim, num_window=16, dtype=torch.bfloat16, state=state)
     view = make_view(case)
     chunks = [(2, 9), (1, 1)] if call == "prefill" else [(2, 1), (1, 1)]
     batch = make_batch(view, case, chunks, window=call == "append")
@@ -105,7 +105,7 @@ def launches_of(monkeypatch, call: str, hot: str, cold: str | None, head_dim: in
     ours, columns = TritonBackend(), slice(None)
     with recording(monkeypatch) as found:
         match call:
-            case "decode" | "prefill":
+            case "decode" | "decode evenly" | "prefill":
                 ours.attend(view, 1, q, batch, 0.1)
             case "append":
                 ours.append(view, 1, tokens, batch, make_turn(case, 700, norm=True))
@@ -139,7 +139,7 @@ def instructions(cubin: bytes, folder: Path) -> tuple[list[str], int]:
     return ops[slice(*loop)], int(re.search(r"REG:(\d+)", usage)[1])
 
 
-CALLS = ["decode", "prefill", "append", "window_scores", "read_rows", "compact"]
+CALLS = ["decode", "decode evenly", "prefill", "append", "window_scores", "read_rows", "compact"]
 TIERS = [
     ("fp32", None),
     ("bf16", None),

@@ -13,7 +13,7 @@ from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
 
 
-@jit(do_not_specialize=["num_pages", "num_groups", "max_pages", "min_rows", "first_split", "all_splits"])
+@jit(do_not_specialize=["num_pages", "num_groups", "max_pages", "min_rows", "first_split", "all_splits", "width"])
 def decode_split(
     q,
     k_data,
@@ -37,6 +37,9 @@ def decode_split(
     min_rows,
     first_split,
     all_splits,
+    table,
+    width,
+    H: tl.constexpr,
     R: tl.constexpr,
     M: tl.constexpr,
     D: tl.constexpr,
@@ -45,6 +48,7 @@ def decode_split(
     TIER: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     DIRECT: tl.constexpr,
+    DEALT: tl.constexpr,
     LOAD_K: tl.constexpr,
     K_PIECES: tl.constexpr,
     K_PAIRS: tl.constexpr,
@@ -62,31 +66,45 @@ def decode_split(
     PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Grid (splits, H, B): one split of the rows of one KV head of one sequence that lie in one tier.
+    """Grid (splits, H, B): one split of the rows of one KV head of one sequence that lie in one tier; with DEALT, grid
+    (programs): what `table`, the layer's line of a `Deal` with `width` heads, has for the program.
 
     q              [T, H * R, D], in the frame K is stored in
     out, lse       float32[B, H * R, all_splits, D] normalised, and log2 of the sum of exponentials, -inf for no rows;
-                   with DIRECT, out is the result [T, H * R, D] itself
+                   with DIRECT, out is the result [T, H * R, D] itself; with DEALT, splits are [shares, R], of which
+                   first_split is the tier's first
     scale          softmax scale * log2(e)
     M              R, rounded up to what the matrix units take
     AHEAD          started before the kernel in front has ended
     """
     if AHEAD:
         start_next_and_wait()
-    i_s, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_heads = tl.num_programs(1)
+    num_heads: tl.constexpr = H
+    if DEALT:
+        items = table + 2 * width
+        i_head, i_s = tl.load(items + 2 * tl.program_id(0)), tl.load(items + 2 * tl.program_id(0) + 1)
+        if i_head < 0:
+            return
+        i_b, i_h = i_head // num_heads, i_head % num_heads
+    else:
+        i_s, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_q = tl.load(tokens + i_b)
     line = tl.load(slots + i_b) * num_groups + tl.load(group_of + i_h)
     n = (tl.load(seq_lens + i_b) - tl.load(evicted + line)).to(tl.int32)
     first, stop = tier_rows(n, line, cold, PS, TIER, NUM_TIERS)
-    share = tl.cdiv(tl.cdiv(stop - first, tl.num_programs(0)), N) * N
-    share = tl.maximum(share, min_rows)
+    if DEALT:
+        share = tl.load(items + 2 * tl.num_programs(0))
+    else:
+        share = tl.maximum(tl.cdiv(tl.cdiv(stop - first, tl.num_programs(0)), N) * N, min_rows)
     start = first + i_s * share
     stop = tl.minimum(start + share, stop)
 
     o_m, o_n = tl.arange(0, M), tl.arange(0, N)
     head_ok = o_m < R
-    i_row = (i_b.to(tl.int64) * num_heads * R + i_h * R + o_m) * all_splits + first_split + i_s
+    if DEALT:
+        i_row = (first_split + tl.load(table + i_head) + i_s).to(tl.int64) * R + o_m
+    else:
+        i_row = (i_b.to(tl.int64) * num_heads * R + i_h * R + o_m) * all_splits + first_split + i_s
     if not DIRECT:  # noqa: SIM102 - only this is known to the compiler
         if start >= stop:
             tl.store(lse + i_row, tl.full([M], float("-inf"), tl.float32), mask=head_ok)

@@ -159,6 +159,7 @@ class BatchPlan:
     token_slots   int64[T]
     appended      what `append` returned last, and the same queries in the rotated frame, if a tier stores K in it
     long          chunks that `long_prefill` attends to
+    deal          how the rows of `decode` are cut, once a layer has attended; where heads are of unequal lengths
     """
 
     kv: KVView
@@ -168,6 +169,7 @@ class BatchPlan:
     prefill: PrefillPart | None
     appended: tuple[Tensor, Tensor] | None = None
     long: Sequence[Any] = ()
+    deal: Any = None
 
 
 def plan_batch(kv: KVView, fwd: ForwardInputs, apart: Sequence[int] = ()) -> BatchPlan:
