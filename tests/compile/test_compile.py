@@ -177,6 +177,17 @@ def test_kernels_compile_within_the_limits_of_the_device(monkeypatch, tmp_path, 
         assert not count("HGMMA") or count("R2UR") <= 2, f"{launch.kernel.__name__} spills descriptors"
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8", "int4"])
+def test_the_decode_loop_is_as_short_where_rows_are_dealt_out(monkeypatch, tmp_path, format):
+    loops = []
+    for call in ("decode", "decode evenly"):
+        launches = launches_of(monkeypatch, call, format, None, 128)
+        assert any(launch.kernel.__name__ == "deal_rows" for launch in launches) == (call == "decode")
+        (split,) = [launch for launch in launches if launch.kernel.__name__ == "decode_split"]
+        loops.append(len(instructions(split.compile(90).asm["cubin"], tmp_path)[0]))
+    assert loops[0] <= 1.02 * loops[1]
+
+
 # lane-instructions of the decode loop for each byte of K and V. An H200 can issue 7.8 for each byte that it reads, at
 # 1.98 GHz and 4.3 TB/s; what a kernel stays below that is what it has left to hide latency.
 BUDGET = {"bf16": 1.45, "fp8": 2.95, "int8": 3.05, "int4": 4.3, "k4v2": 5.2}
@@ -188,7 +199,7 @@ def test_decode_loops_stay_within_their_instruction_budget(monkeypatch, tmp_path
     """And use tensor cores, wide asynchronous loads, no conversions from integers, no byte-wide access to codes."""
     launch = next(
         launch
-        for launch in launches_of(monkeypatch, "decode", format, None, 128, page_size)
+        for launch in launches_of(monkeypatch, "decode evenly", format, None, 128, page_size)
         if launch.kernel.__name__ == "decode_split"
     )
     loop, registers = instructions(launch.compile(90).asm["cubin"], tmp_path)

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton", reason="needs the package triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
 
-from pagefold.backends.triton import attend_decode, layer_ops
+from pagefold.backends.triton import attend_decode, deal, layer_ops
 from pagefold.backends.triton.layer_ops import FETCHERS, TritonOps
 from pagefold.models.layers import Linear
 from tests.compile.test_compile import Launch, Recorder, launches_of
@@ -17,7 +17,7 @@ from tests.compile.test_sampling_compile import machine_code
 
 
 def launches(monkeypatch, call: str) -> list[Launch]:
-    if call in ("append", "decode"):
+    if call in ("append", "decode", "decode evenly"):
         return launches_of(monkeypatch, call, "int4", None, 128)
     found: list[Launch] = []
     for name in ("norm_rows", "gate_rows"):
@@ -29,9 +29,10 @@ def launches(monkeypatch, call: str) -> list[Launch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["append", "decode", "norm and gate"])
+@pytest.mark.parametrize("call", ["append", "decode", "decode evenly", "norm and gate"])
 def test_fetching_is_one_instruction(monkeypatch, tmp_path, call):
-    kernels = (layer_ops.append_heads, attend_decode.merge_splits, layer_ops.norm_rows, layer_ops.gate_rows)
+    kernels = (layer_ops.append_heads, layer_ops.norm_rows, layer_ops.gate_rows)
+    kernels += (attend_decode.merge_splits, deal.merge_dealt)
     found = [launch for launch in launches(monkeypatch, call) if launch.kernel in kernels]
     assert found
     for launch in found:

@@ -67,8 +67,9 @@ def check_attention(case: Case, chunks: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("chunks", [DECODE, MIXED], ids=["decode", "mixed"])
 @pytest.mark.parametrize("head_dim, per_head, page_size", [(64, 3, 16), (128, 4, 64)])
 @pytest.mark.parametrize("hot, cold", TIERS)
-def test_attention(hot, cold, head_dim, per_head, page_size, chunks):
-    check_attention(Case("mixed", hot, cold, LENGTHS, page_size, per_head, head_dim, dtype=torch.bfloat16), chunks)
+@pytest.mark.parametrize("layout", ["uniform", "mixed"])
+def test_attention(layout, hot, cold, head_dim, per_head, page_size, chunks):
+    check_attention(Case(layout, hot, cold, LENGTHS, page_size, per_head, head_dim, dtype=torch.bfloat16), chunks)
 
 
 @pytest.mark.parametrize("page_size", [8, 32, 128, 256])
@@ -312,3 +313,25 @@ def test_a_captured_graph_serves_other_lengths_and_slots(format):
         )
         queries = qkv[:, :8].contiguous()
         assert relative(out[:2], backend.attend(view, 0, queries, eager, 0.088)[:2].cpu()) < 2e-3
+
+
+def test_a_captured_graph_deals_the_rows_of_uneven_heads_anew():
+    case = Case("mixed", "bf16", None, (900, 1500, 2000), 16, 4, 128, dtype=torch.bfloat16)
+    view, chunks, backend = make_view(case), [(1, 1), (2, 1), (3, 1)], TritonBackend()
+    batch, q = make_batch(view, case, chunks), torch.randn(3, 8, 128, dtype=torch.bfloat16)
+    on_device, there, there_q = moved(view), moved(batch), q.cuda()
+
+    def attend() -> torch.Tensor:
+        there.plan = None
+        return backend.attend(on_device, 1, there_q, there, 0.088)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend()
+    for lengths in ((900, 1500, 2000), (900, 40, 33), (64, 64, 1999)):
+        other = make_batch(view, dataclasses.replace(case, lengths=lengths), chunks)
+        there.seq_lens.copy_(other.seq_lens)
+        graph.replay()
+        assert relative(out, Reference().attend(view, 1, q, other, 0.088)) < 1e-2

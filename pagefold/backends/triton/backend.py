@@ -11,7 +11,7 @@ from pagefold.backends.triton.ahead import starts_ahead
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
 from pagefold.backends.triton.compaction import TritonCompaction
-from pagefold.backends.triton.deal import Deal, deal, merge_dealt
+from pagefold.backends.triton.deal import deal, merge_shares
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, warm_up
 from pagefold.backends.triton.one_token import MAX_TOKENS, held_product
@@ -177,8 +177,9 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         num_heads, head_dim = kv.group_of.shape[1], kv.window.shape[-1]
         per_head, batch, num_tiers = out.shape[1] // num_heads, len(part.tokens), len(kv.tiers)
         shapes = [self._shapes(kv, tier)[0] for tier in range(num_tiers)]
-        dealt = self._deal(kv, plan, part, shapes)
-        if dealt:
+        if kv.page_table.shape[1] > 1:  # heads of a sequence are of unequal lengths
+            plan.deal = plan.deal or deal(kv, part, shapes)
+        if dealt := plan.deal:
             splits, direct = dealt.most, False
             grid, parts = (splits,), (num_tiers * splits, per_head)
         else:
@@ -229,16 +230,10 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 launch_pdl=ahead,
             )
         if dealt:
-            self._merge_dealt(kv, dealt, layer, partial, lse, part.tokens, out)
+            fetched = self._to_fetch(out, MERGE_FETCHES)
+            merge_shares(kv, dealt, layer, partial, lse, part.tokens, out, fetched, ahead)
         elif not direct:
             self._merge(kv, partial, lse, part.tokens, splits, out)
-
-    @staticmethod
-    def _deal(kv: KVView, plan: BatchPlan, part: DecodePart, shapes: list[DecodeShape]) -> Deal | None:
-        """Of a batch, for all layers; None where all heads of a sequence are of one length."""
-        if kv.page_table.shape[1] > 1 and plan.deal is None:
-            plan.deal = deal(kv, part, shapes)
-        return plan.deal
 
     def _prefill(
         self,
@@ -311,34 +306,6 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
             D=out.shape[-1],
             BS=min(16, next_power_of_2(splits)),
             ALL=next_power_of_2(len(kv.tiers) * splits),
-            NUM_TIERS=len(kv.tiers),
-            ROTATE=tuple(store.format.v.rotate for store in kv.tiers),
-            AHEAD=ahead,
-            FETCH=programs,
-            num_warps=1,
-            launch_pdl=ahead,
-        )
-
-    def _merge_dealt(
-        self, kv: KVView, dealt: Deal, layer: int, partial: Tensor, lse: Tensor, tokens: Tensor, out: Tensor
-    ) -> None:
-        ahead = _starts_ahead(out)
-        soon, num_soon, programs = self._to_fetch(out, MERGE_FETCHES)
-        merge_dealt[(programs + out.shape[1] * len(tokens),)](
-            partial,
-            lse,
-            out,
-            dealt.table[0, layer],
-            tokens,
-            dealt.width,
-            dealt.most,
-            dealt.table.stride(0),
-            out.shape[1],
-            soon,
-            num_soon,
-            R=partial.shape[1],
-            D=out.shape[-1],
-            BS=16,
             NUM_TIERS=len(kv.tiers),
             ROTATE=tuple(store.format.v.rotate for store in kv.tiers),
             AHEAD=ahead,

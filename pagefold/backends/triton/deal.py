@@ -77,6 +77,47 @@ def deal(kv: KVView, part: DecodePart, shapes: list[DecodeShape]) -> Deal:
     return Deal(table, width, most)
 
 
+def merge_shares(
+    kv: KVView,
+    dealt: Deal,
+    layer: int,
+    partial: Tensor,
+    lse: Tensor,
+    tokens: Tensor,
+    out: Tensor,
+    fetched: tuple[Tensor, int, int],
+    ahead: bool,
+) -> None:
+    """out[tokens] of a layer from what its shares gave, as `merge_dealt` has them.
+
+    fetched   where the weight that is read next begins, bytes to ask for ahead, and by how many programs
+    ahead     start before the kernel in front has ended
+    """
+    soon, num_soon, programs = fetched
+    merge_dealt[(programs + out.shape[1] * len(tokens),)](
+        partial,
+        lse,
+        out,
+        dealt.table[0, layer],
+        tokens,
+        dealt.width,
+        dealt.most,
+        dealt.table.stride(0),
+        out.shape[1],
+        soon,
+        num_soon,
+        R=partial.shape[1],
+        D=out.shape[-1],
+        BS=16,
+        NUM_TIERS=len(kv.tiers),
+        ROTATE=tuple(store.format.v.rotate for store in kv.tiers),
+        AHEAD=ahead,
+        FETCH=programs,
+        num_warps=1,
+        launch_pdl=ahead,
+    )
+
+
 @jit(do_not_specialize=["heads", "num_groups", "programs", "least", "most", "width", "line"])
 def deal_rows(
     table,
