@@ -1,5 +1,7 @@
 """What lies between a layer's matrix products, a kernel each: norms, gates, and heads on their way to the cache."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -189,15 +191,18 @@ def append_heads(
             STORE_V(v_data, v_scale, row, ok, joined_halves(first, second, N, D), D, V_OPTIONS)
 
 
-def append_tile(num_tokens: int, num_q: int, num_kv: int, rotate: bool) -> tuple[int, int, int]:
-    """(tokens, heads, warps) of a program of `append_heads`: one head while that does not fill the device, then 8 a
-    warp, which is two loads of 16 bytes a lane for each half of 16-bit heads of 128 channels.
+# By whether heads are rotated: (most heads of a batch, heads a program, warps). One head a warp while that does not
+# fill the device, then as many as share shuffles and loads of 16 bytes a lane.
+TILES = {
+    False: ((4096, 1, 1), (65536, 8, 1), (math.inf, 32, 4)),
+    True: ((4096, 1, 1), (math.inf, 4, 1)),
+}
 
-    Where heads are rotated, 4: that takes registers, and single warps, as more exchange numbers through shared memory.
-    """
+
+def append_tile(num_tokens: int, num_q: int, num_kv: int, rotate: bool) -> tuple[int, int, int]:
+    """(tokens, heads, warps) of a program of `append_heads`, from `TILES`."""
     num_items = num_tokens * (num_q + 2 * num_kv)
-    warps = 4 if num_items > 65536 and not rotate else 1
-    items = 1 if num_items <= 4096 else 4 if rotate else 8 * warps
+    items, warps = next((items, warps) for most, items, warps in TILES[rotate] if num_items <= most)
     heads = min(items, next_power_of_2(num_kv), 8)
     return items // heads, heads, warps
 
