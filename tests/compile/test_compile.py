@@ -204,7 +204,8 @@ def test_decode_loops_stay_within_their_instruction_budget(monkeypatch, tmp_path
 @pytest.mark.parametrize("num_tokens", [1, 512, 8192])
 @pytest.mark.parametrize("format", ["bf16", "fp8", "int8", "int4", "k4v2"])
 def test_append_never_spills(monkeypatch, tmp_path, format, num_tokens, capability):
-    """With the tile of a batch of so many tokens of a model with 32 query heads."""
+    """With the tile of a batch of so many tokens of a model with 32 query heads. Nor does it call the slow ways of
+    division, or rotate heads through shared memory: the norm's weights and scales may go that way once."""
     if capability < 89 and format == "fp8":
         pytest.skip("e4m3 needs compute capability 8.9")
     tile = backend.append_tile(num_tokens, 32, 8, parse_format(format).k.rotate)
@@ -212,7 +213,20 @@ def test_append_never_spills(monkeypatch, tmp_path, format, num_tokens, capabili
     (launch,) = launches_of(monkeypatch, "append", format, None, 128)
     ops, registers = instructions(launch.compile(capability).asm["cubin"], tmp_path)
     assert registers <= 128 and not [op for op in ops if op.startswith(("LDL", "STL"))]
+    assert not [op for op in ops if op.startswith(("CALL", "FCHK", "F2I"))]
+    assert sum(op.startswith(("LDS", "STS")) for op in ops) <= (0 if num_tokens == 1 else 16)
     assert num_tokens == 1 or any(op.startswith("LDG.E") and "128" in op for op in ops)
+
+
+@pytest.mark.parametrize(
+    "format, budget", [("bf16", 420), ("fp8", 760), ("int8", 1050), ("int4", 1550), ("k4v2", 1650)]
+)
+def test_appends_of_one_token_stay_within_their_instruction_budget(monkeypatch, tmp_path, format, budget):
+    """Of a query, a key and a value, norms, rotations and tables included."""
+    (launch,) = launches_of(monkeypatch, "append", format, None, 128)
+    ops, _ = instructions(launch.compile(90).asm["cubin"], tmp_path)
+    assert launch.args["BT"] * launch.args["BH"] == launch.args["num_warps"] == 1
+    assert len([op for op in ops if op != "NOP"]) <= budget
 
 
 @pytest.mark.parametrize("capability", [80, 90])
