@@ -154,17 +154,22 @@ def run_answers(
     """
     settings = {"task": task.name, **task.settings, "max_tokens": task.max_tokens, **options}
     samples = Samples(path, {**settings, "dtype": str(loaded.decoder.dtype).removeprefix("torch.")})
-    groups: dict[str, list[Variant]] = defaultdict(list)
-    for variant in variants:
-        groups[json.dumps(variant.options)].append(variant)
     total = len(variants) * len(task.prompts)
     done = sum(samples.get(v.name, i) is not None for v in variants for i in range(len(task.prompts)))
     with tqdm(total=total, initial=done, desc=task.name, disable=not use_tqdm, dynamic_ncols=True) as bar:
-        for group in groups.values():
+        for group in by_engine(variants):
             if any(samples.get(v.name, i) is None for v in group for i in range(len(task.prompts))):
                 config = engine_config({**options, **group[0].options}, group)
                 _Run(build_engine(config, loaded), config, task, group, samples).run(bar.update)
     return samples
+
+
+def by_engine(variants: Iterable[Variant]) -> list[list[Variant]]:
+    """The variants that one engine can serve together: those whose options are equal."""
+    groups: dict[str, list[Variant]] = defaultdict(list)
+    for variant in variants:
+        groups[json.dumps(variant.options)].append(variant)
+    return list(groups.values())
 
 
 def engine_config(options: dict[str, Any], variants: Sequence[Variant]) -> EngineConfig:
@@ -233,6 +238,7 @@ class _Run:
             "finish_reason": said.finish_reason,
             "budget": budget,
             "compactions": kv.compactions,
+            "rows_kept": kv.rows_kept,
             "rows_evicted": kv.rows_evicted,
             "answer": said.text or list(said.token_ids),
         }

@@ -138,6 +138,7 @@ def fill(samples: Samples, passed: dict[str, list[int]]) -> None:
                 "tokens": 10,
                 "compactions": 1,
                 "budget": None,
+                "rows_kept": 10,
                 "passed": bool(mark),
             }
             samples.add(sample)
