@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
-from pagefold.engine.build import Loaded, build_engine
+from pagefold.engine.build import Loaded, build_engine, build_layout
 from pagefold.engine.engine import Engine
 from pagefold.engine.outputs import RequestOutput
+from pagefold.engine.parts import build_parts
 from pagefold.engine.policy import build_scorer
 from pagefold.eval.texts import parse_share, share_rows
 
@@ -152,6 +153,7 @@ def run_answers(
     variants   the first is the full cache
     path       file of finished samples, read and continued
     """
+    check_engines(loaded, ({**options, **group[0].options} for group in by_engine(variants)))
     settings = {"task": task.name, **task.settings, "max_tokens": task.max_tokens, **options}
     samples = Samples(path, {**settings, "dtype": str(loaded.decoder.dtype).removeprefix("torch.")})
     total = len(variants) * len(task.prompts)
@@ -177,6 +179,13 @@ def engine_config(options: dict[str, Any], variants: Sequence[Variant]) -> Engin
     scorers = {v.scorer: build_scorer(v.scorer, "scorers") for v in variants}
     needs = lambda spec: (len(s.state), s.needs_window, True) if (s := scorers[spec]) else (0, False, False)  # noqa: E731
     return EngineConfig.from_options(**options, kv_eviction=max(scorers, key=needs))
+
+
+def check_engines(loaded: Loaded, all_options: Iterable[dict[str, Any]]) -> None:
+    """Raise the InputError that an engine with such options would, for its layout or format: before hours of work."""
+    for options in all_options:
+        config = EngineConfig.from_options(**options)
+        build_parts(config, loaded.spec, build_layout(config, loaded.spec), loaded.decoder.dtype)
 
 
 class _Run:

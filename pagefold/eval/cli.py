@@ -18,6 +18,7 @@ from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
 COMMON = ("tokenizer", "dtype", "load_format", "seed", "backend", "page_size", "kv_format")
 SKIP = ("kv_format_skip_layers", "kv_skip_format")
 FOLDS = ("kv_buffer", "kv_window", "kv_sink_tokens")
+PROFILE_SEED = 1 << 20  # of programs: none that is asked
 LAYOUT = ("kv_layout", "kv_cache_memory_bytes")
 
 
@@ -190,7 +191,11 @@ def _add_profile(subparsers: Any) -> None:
     parser = subparsers.add_parser("profile", help="measure how many rows each KV head wants, for a clustered layout")
     add_engine_flags(parser, (*COMMON, *FOLDS))
     add = parser.add_argument
-    add("--texts", nargs="+", default=[DEFAULT_TEXT], metavar="FILE", help="sample texts; default: Persuasion")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--texts", nargs="+", default=[DEFAULT_TEXT], metavar="FILE", help="sample texts; default: Persuasion"
+    )
+    what.add_argument("--chains", type=int, metavar="LINES", help="or programs of `eval chains` with their answers")
     add("--tokens", type=int, default=2048, help="tokens per sample (default: %(default)s)")
     add("--samples", type=int, default=50, help="samples per text at most (default: %(default)s)")
     add("--scorer", default="snapkv", help="scorer spec (default: %(default)s)")
@@ -214,9 +219,9 @@ def run_profile_command(args: argparse.Namespace) -> int:
         raise InputError("tokens", f"got {args.tokens}, must be a positive multiple of kv_buffer ({config.period})")
     if not args.out.parent.is_dir():
         raise InputError("out", f"the folder {args.out.parent} does not exist")
-    texts = [load_text(source) for source in args.texts]
+    texts = [] if args.chains is not None else [load_text(source) for source in args.texts]
     loaded = load_model(config)
-    samples = []
+    samples = _programs(args) if args.chains is not None else []
     for text in texts:
         samples += cut_samples(encode_text(loaded.tokenizer, text), args.tokens)[: args.samples]
     if not samples:
@@ -229,3 +234,18 @@ def run_profile_command(args: argparse.Namespace) -> int:
         table.add_row(name, f"{value:.3f}")
     console().print(table)
     return 0
+
+
+def _programs(args: argparse.Namespace) -> list[list[int]]:
+    """The beginnings of so many programs with their answers; others than `eval chains` asks for."""
+    import torch
+
+    from pagefold.eval.chains import draw_programs
+
+    if args.samples < 1:
+        raise InputError("samples", f"got {args.samples}, must be an integer >= 1")
+    programs = draw_programs(args.samples, args.chains, torch.Generator().manual_seed(PROFILE_SEED))
+    if args.tokens >= programs.shape[1]:
+        limit = f"programs of {args.chains} lines have {programs.shape[1]}, one of them after the sample"
+        raise InputError("tokens", f"got {args.tokens}; {limit}")
+    return programs[:, : args.tokens + 1].tolist()

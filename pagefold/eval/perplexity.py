@@ -21,6 +21,7 @@ from tqdm import tqdm
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.build import Loaded
+from pagefold.eval.answers import check_engines
 from pagefold.eval.statistics import bootstrap
 from pagefold.eval.teacher import Comparison, Teacher, compare
 from pagefold.eval.texts import cut_windows, parse_share, share_rows
@@ -90,6 +91,7 @@ def run_perplexity(
     windows = cut_windows(ids, window, bos)
     if not windows:
         raise InputError("tokens", f"got {len(ids)} tokens of text, at least 2 are needed")
+    check_engines(loaded, ({**options, **variant.options} for variant in variants))
     dtype = str(loaded.decoder.dtype).removeprefix("torch.")
     text = hashlib.sha256(np.array(ids, np.int64).tobytes()).hexdigest()[:16]
     known = load_records(path)

@@ -25,7 +25,7 @@ from pagefold.core.types import InputError, Request, SamplingParams
 from pagefold.engine.build import Loaded, build_engine
 from pagefold.engine.engine import Engine
 from pagefold.engine.outputs import RequestOutput
-from pagefold.eval.answers import Samples, Variant, by_engine, engine_config
+from pagefold.eval.answers import Samples, Variant, by_engine, check_engines, engine_config
 from pagefold.eval.statistics import wilson
 from pagefold.eval.texts import parse_share, share_rows
 from pagefold.models.tokenizer import Tokenizer
@@ -161,6 +161,7 @@ def run_recall(
     path       file of finished samples, read and continued
     """
     options = fold_options(options, len(talks[0].history))
+    check_engines(loaded, ({**options, **group[0].options} for group in by_engine(variants)))
     facts = {"task": "recall", "history": len(talks[0].history), "keys": [talk.keys for talk in talks], **options}
     samples = Samples(path, {**facts, "dtype": str(loaded.decoder.dtype).removeprefix("torch.")})
     turns = len(talks[0].keys)

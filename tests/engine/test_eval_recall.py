@@ -11,7 +11,7 @@ from pagefold.eval import recall
 from pagefold.eval.answers import FULL, make_variants
 from pagefold.eval.answers_report import answers_table, summarise, verdicts
 from pagefold.eval.cli import add_parsers
-from pagefold.eval.recall import CUE, QUESTION, fold_options, make_frame, make_talk, run_recall, turns_of
+from pagefold.eval.recall import CUE, QUESTION, Talk, fold_options, make_frame, make_talk, run_recall, turns_of
 from pagefold.eval.recall_cli import turns_table
 from pagefold.eval.texts import encode_text, load_text
 from pagefold.models.tokenizer import Tokenizer
@@ -23,7 +23,9 @@ LENGTH, KEYS, TURNS = 1280, 3, 2
 OPTIONS = {"model": "tiny", "page_size": 16, "kv_window": 8, "kv_sink_tokens": 1, "num_pages": 4000, "max_num_seqs": 32}
 
 
-def talk_of(trial: int = 0, keys: int = KEYS, turns: int = TURNS, length: int = LENGTH, tokenizer=TOKENIZER):
+def talk_of(
+    trial: int = 0, keys: int = KEYS, turns: int = TURNS, length: int = LENGTH, tokenizer: Tokenizer = TOKENIZER
+) -> Talk:
     return make_talk(tokenizer, PROSE, length, keys, turns, trial)
 
 
@@ -79,16 +81,19 @@ def test_conversations_are_the_same_every_time_and_differ_from_one_another():
 
 
 def test_what_cannot_be_asked_is_refused():
-    for field, arguments in (
-        ("keys", {"keys": 17}),
-        ("turns", {"turns": 4}),
-        ("turns", {"turns": 0}),
+    wrong: list[tuple[str, dict[str, int]]] = [
+        ("keys", {"num_keys": 17}),
+        ("turns", {"num_turns": 4}),
+        ("turns", {"num_turns": 0}),
         ("tokens", {"length": 96}),
         ("tokens", {"length": 16000}),
-        ("keys: got 16, and .* have room for", {"keys": 16, "turns": 1, "length": 1600}),
-    ):
+        ("keys: got 16, and .* have room for", {"num_keys": 16, "num_turns": 1, "length": 1600}),
+    ]
+    for field, arguments in wrong:
         with pytest.raises(InputError, match=field):
-            talk_of(**arguments)
+            make_talk(
+                TOKENIZER, PROSE, **{"length": LENGTH, "num_keys": KEYS, "num_turns": TURNS, "trial": 0} | arguments
+            )
     with pytest.raises(InputError, match="tokens: got 1280, must be a multiple of kv_buffer"):
         fold_options({**OPTIONS, "kv_buffer": 192}, LENGTH)
     with pytest.raises(InputError, match="kv_keep_turns"):
@@ -158,7 +163,7 @@ def test_answers_are_judged_and_become_part_of_the_conversation(monkeypatch):
         first, second = prompts[FULL, talk, 0], prompts[FULL, talk, 1]
         assert first == told.history + told.questions[0] and second[: len(first)] == first
         answered = second[len(first) : len(second) - len(told.questions[1])]
-        assert TOKENIZER.decode(answered).startswith(samples.get(FULL, talk * TURNS)["answer"])
+        assert TOKENIZER.decode(answered).startswith(samples.of(FULL, 4)[talk * TURNS]["answer"])
     assert len(engines) == 1
 
 
