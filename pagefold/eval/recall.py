@@ -11,6 +11,7 @@ question is known. Each turn is a request of its own, whose prompt is the conver
 engine gave. It resumes from the rows that the turn before left folded (its trunk), and is folded again as it grows.
 """
 
+import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -162,7 +163,8 @@ def run_recall(
     """
     options = fold_options(options, len(talks[0].history))
     check_engines(loaded, ({**options, **group[0].options} for group in by_engine(variants)))
-    facts = {"task": "recall", "history": len(talks[0].history), "keys": [talk.keys for talk in talks], **options}
+    told = hashlib.sha256(repr(talks).encode()).hexdigest()[:16]
+    facts = {"task": "recall", "conversations": told, **options}
     samples = Samples(path, {**facts, "dtype": str(loaded.decoder.dtype).removeprefix("torch.")})
     turns = len(talks[0].keys)
     held = lambda variant, talk: samples.get(variant.name, talk * turns + turns - 1) is not None  # noqa: E731

@@ -181,7 +181,7 @@ def test_a_rerun_holds_only_what_is_missing(tmp_path, monkeypatch):
     assert len({(variant.name, talk) for variant, talk, _ in asked}) == 1 and len(asked) == 1 + TURNS
     for variant in variants:
         assert [s["answer"] for s in again.of(variant.name, 4)] == [s["answer"] for s in first.of(variant.name, 4)]
-    with pytest.raises(InputError, match="differs in keys"):
+    with pytest.raises(InputError, match="differs in conversations"):
         run(variants, path, [talk_of(7), talk_of(8)])
 
 
