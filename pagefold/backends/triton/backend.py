@@ -174,7 +174,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         parts = (batch, out.shape[1], num_tiers * splits)
         partial = out if direct else torch.empty(*parts, head_dim, dtype=torch.float32, device=out.device)
         lse = torch.empty(parts, dtype=torch.float32, device=out.device)
-        ahead = _starts_ahead(out)
+        ahead = starts_ahead(out.device)  # whatever the batch: both kernels end with few programs at work
         for tier, (store, shape) in enumerate(zip(kv.tiers, shapes)):
             decode_split[(splits, num_heads, batch)](
                 queries[tier],
@@ -205,6 +205,8 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 DIRECT=direct,
                 **reading(store.format.k, head_dim, "K"),
                 **reading(store.format.v, head_dim, "V"),
+                K_WIDTH=store.layout["k_data"].width,
+                V_WIDTH=store.layout["v_data"].width,
                 PRECISION="ieee",
                 AHEAD=ahead,
                 num_warps=shape.warps,
@@ -353,7 +355,7 @@ def _query_frames(kv: KVView, q: Tensor, rotated: Tensor | None = None) -> list[
 
 
 def _merge(kv: KVView, partial: Tensor, lse: Tensor, tokens: Tensor, splits: int, out: Tensor) -> None:
-    ahead = _starts_ahead(out)
+    ahead = starts_ahead(out.device)
     merge_splits[(out.shape[1], len(tokens))](
         partial,
         lse,
