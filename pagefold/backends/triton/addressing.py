@@ -7,8 +7,8 @@ FEW = tl.constexpr(4)  # pages of a tile at most that are known to all threads
 
 @jit
 def tile_pages(pages, i_t, stop, PS: tl.constexpr, N: tl.constexpr):
-    """Pages of the rows [i_t, i_t + N) of a head, i_t a multiple of PS or of N: a tuple if they are few, so that threads
-    need not exchange them, else int32[N]."""
+    """Pages of the rows [i_t, i_t + N) of a head, i_t a multiple of PS or of N: a tuple if they are few, so that
+    threads need not exchange them, else int32[N]."""
     if PS * FEW >= N:
         few = ()
         for j in tl.static_range((N + PS - 1) // PS):

@@ -117,13 +117,14 @@ def decode_split(
     next_k_scale, next_v_scale = tile_scales(k_scale, v_scale, page, start, stop, PS, N, K_SCALED, V_SCALED)
     p_q = q + ((i_q * num_heads + i_h) * R + o_m[None, :]) * D
     b_q = ()
-    q_bias = tl.zeros([M], tl.float32)
+    q_bias = tl.zeros([D // K_PIECES, M], tl.float32)
     for p in tl.static_range(K_PIECES):
         o_c = piece_channels(D, K_PIECES, K_PAIRS, p)
         piece = tl.load(p_q + o_c[:, None], mask=head_ok[None, :], other=0.0).to(tl.float32)
         piece = (piece * (K_GAIN[p] / K_GAIN[0])).to(K_MMA)
-        q_bias += tl.sum(piece.to(tl.float32), 0) * K_BIAS[p]
+        q_bias += piece.to(tl.float32) * K_BIAS[p]
         b_q = b_q + (piece,)
+    q_bias = tl.sum(q_bias, 0)
 
     scale *= K_GAIN[0]
     m = tl.full([M], float("-inf"), tl.float32)
