@@ -1,13 +1,12 @@
-"""Where a head's rows are: the addressing rule of `backends/base.py`, for kernels. All addresses are int64."""
+"""Where a head's rows are: the addressing rule of `backends/base.py`, for kernels. Addresses are int64, rows of one
+column may be int32."""
 
 from pagefold.store.shim import jit, tl
 
-FEW = tl.constexpr(4)  # pages of a tile at most that are known to all threads
-
 
 @jit
-def tile_pages(pages, i_t, stop, PS: tl.constexpr, N: tl.constexpr):
-    """Pages of the rows [i_t, i_t + N) of a head, i_t a multiple of PS or of N: a tuple if they are few, so that
+def tile_pages(pages, i_t, stop, PS: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr = 4):
+    """Pages of the rows [i_t, i_t + N) of a head, i_t a multiple of PS or of N: a tuple if they are FEW, so that
     threads need not exchange them, else int32[N]."""
     if PS * FEW >= N:
         few = ()
@@ -20,7 +19,7 @@ def tile_pages(pages, i_t, stop, PS: tl.constexpr, N: tl.constexpr):
 
 
 @jit
-def tile_rows(page, i_t, base, PS: tl.constexpr, N: tl.constexpr):
+def tile_rows(page, i_t, base, PS: tl.constexpr, N: tl.constexpr, FEW: tl.constexpr = 4):
     """Flat rows [N] of the rows [i_t, i_t + N) of a head, given their pages; `base` is column * num_pages, int64, or 0
     for int32 rows of a column."""
     o_n = tl.arange(0, N)
