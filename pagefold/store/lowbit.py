@@ -10,8 +10,6 @@ from pagefold.store.shim import DeviceCodec, jit, tl
 
 LARGEST = 65504.0  # of float16: inputs beyond, infinities included, are stored as this
 SMALLEST_SCALE = 2.0**-24  # of float16: scales are never 0
-# 1.5 * 2^23: added to a float32 of less than 2^22, leaves its nearest integer, ties to even, in the lowest bits
-INTEGER = tl.constexpr(12582912.0)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -201,7 +199,7 @@ def quotient(y, scale, reciprocal):
     and quotients below 2^-100 may be off. The plain way is branches, in every element.
 
     A guess of 13 bits times a scale of 11 fits float32, so that the rest is exact, and one correction is enough: it is
-    for each of the 2^34 pairs of significands, whether the compiler fuses products and sums or not.
+    for each of the 2^33 pairs of significands, whether the compiler fuses products and sums or not.
     """
     guess = ((y * reciprocal).to(tl.int32, bitcast=True) & -2048).to(tl.float32, bitcast=True)
     return guess + (y - guess * scale) * reciprocal
@@ -224,7 +222,7 @@ def best_scale(y, CLIPS: tl.constexpr, LARGEST_CODE: tl.constexpr):
             candidate = device_float16_above(widest * CLIPS[clip])
             root = tl.rsqrt(candidate)  # a division takes care of numbers that scales cannot be
             share = tl.minimum(tl.maximum(y * (root * root * (1 / LARGEST_CODE))[:, None] + 0.5, 0.0), 1.0)
-            code = (share * LARGEST_CODE + INTEGER) - INTEGER
+            code = (share * LARGEST_CODE + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is added to it is rounded
             e = (code - MIDDLE) * candidate[:, None] - y
             error = tl.sum(e * e, 1)
             best = tl.where(error < least, candidate, best)
@@ -241,7 +239,7 @@ def store_mid_rise(data, scale, row, ok, x, N: tl.constexpr, D: tl.constexpr, BI
     best = best_scale(y, CLIPS, LARGEST_CODE)
     step = best[:, None]
     code = quotient(y, step, quotient(1.0, step, 1.0 / step)) + LARGEST_CODE * 0.5
-    code = tl.minimum(tl.maximum(code, 0.0), LARGEST_CODE * 1.0) + INTEGER
+    code = tl.minimum(tl.maximum(code, 0.0), LARGEST_CODE * 1.0) + 12582912.0  # its lowest bits are the nearest code
     parts = tl.reshape(code.to(tl.int32, bitcast=True) & LARGEST_CODE, (N, PARTS, D // PARTS))
     shift = tl.arange(0, PARTS) * BITS
     packed = tl.sum(parts << shift[None, :, None], 1).to(tl.uint8)
