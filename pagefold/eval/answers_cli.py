@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from pagefold.core.types import InputError
-from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed
+from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed, new_file
 from pagefold.eval.shown import console
 from pagefold.eval.train_options import TrainOptions
 
@@ -61,9 +61,9 @@ def add_variant_flags(parser: argparse.ArgumentParser, whole: str) -> None:
     add("--budgets", type=listed(), default=listed()("1/2,1/4,1/8"), help=f"kept shares of {whole} (default: three)")
     add("--formats", type=FORMATS, default=[], help="row formats to try with the full cache")
     add("--layouts", type=listed(";"), default=[], help="head layouts to try with every scorer, separated by ';'")
-    add("--samples", type=Path, help="file of finished samples (.jsonl); a rerun continues it")
-    add("--json", type=Path, help="write every figure")
-    add("--chart", type=Path, help="draw pass@1 over the budgets (.png, .svg or .pdf)")
+    add("--samples", type=new_file, help="file of finished samples (.jsonl); a rerun continues it")
+    add("--json", type=new_file, help="write every figure")
+    add("--chart", type=new_file, help="draw pass@1 over the budgets (.png, .svg or .pdf)")
 
 
 def _run_task(args: argparse.Namespace) -> int:

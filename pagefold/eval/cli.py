@@ -10,7 +10,7 @@ from rich.table import Table
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.eval.answers_cli import add_answer_parsers
-from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed
+from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed, new_file
 from pagefold.eval.recall_cli import add_recall_parser
 from pagefold.eval.shown import console, short_name
 from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
@@ -48,8 +48,8 @@ def _add_perplexity(subparsers: Any) -> None:
     add("--scorers", type=SCORERS, default="zipage,snapkv,recency,random", help="(default: %(default)s)")
     add("--budgets", type=listed(), default="1/2,1/4,1/8", help="kept shares of the window (default: %(default)s)")
     add("--layouts", type=listed(";"), default=[], help="head layouts to try with every scorer, separated by ';'")
-    add("--json", type=Path, help="results are kept in this file, and what is there already is not measured again")
-    add("--chart", type=Path, help="draw perplexity and divergence (.png, .svg or .pdf)")
+    add("--json", type=new_file, help="results are kept in this file, and what is there already is not measured again")
+    add("--chart", type=new_file, help="draw perplexity and divergence (.png, .svg or .pdf)")
     parser.set_defaults(func=run_perplexity_command)
 
 
@@ -204,7 +204,7 @@ def _add_profile(subparsers: Any) -> None:
     size.add_argument("--ratio", help="or the kept share of a sample's rows, such as 1/4")
     add("--scope", default="cross", help="rank the heads of all layers together ('cross') or of each ('layer')")
     add("--heads-per-page", type=int, help="heads per page that the report assumes; default: those of a layer")
-    add("--out", type=Path, required=True, help="profile file to write (.npz)")
+    add("--out", type=new_file, required=True, help="profile file to write (.npz)")
     parser.set_defaults(func=run_profile_command)
 
 
@@ -217,8 +217,6 @@ def run_profile_command(args: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**options)
     if args.tokens < 1 or args.tokens % config.period:
         raise InputError("tokens", f"got {args.tokens}, must be a positive multiple of kv_buffer ({config.period})")
-    if not args.out.parent.is_dir():
-        raise InputError("out", f"the folder {args.out.parent} does not exist")
     texts = [] if args.chains is not None else [load_text(source) for source in args.texts]
     loaded = load_model(config)
     samples = _programs(args) if args.chains is not None else []

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from pagefold.cli import main
 from pagefold.core.types import InputError
 from pagefold.eval import recall
 from pagefold.eval.answers import FULL, make_variants
@@ -223,3 +224,10 @@ def test_the_command_has_its_flags():
     args = parser.parse_args(words.split())
     assert args.layouts == ["uniform", "clustered:profile=p.npz"] and args.budgets == ["1/2"]
     assert (args.tokens, args.keys, args.turns, args.kv_keep_bytes) == (512, 8, 6, 1000)
+
+
+def test_results_need_a_folder_that_exists(tmp_path, capsys):
+    for command in ("eval recall", "eval humaneval", "eval chains"):
+        for flag in ("--samples", "--json", "--chart"):
+            assert main([*command.split(), "tiny", flag, str(tmp_path / "nowhere" / "file")]) == 2
+            assert f"error: {flag}: got" in (said := capsys.readouterr().err) and "does not exist" in said
