@@ -11,6 +11,7 @@ from pagefold.engine.pressure import Pressure
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.engine.step import PlannedStep, StepBuilder
 from pagefold.kv.manager import KVManager
+from pagefold.kv.state import KVState
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority and arrival; preempted ones come back to their old place
         self.running: list[Sequence] = []  # in the same order
         self.stats = Stats()
+        self._folding: list[tuple[Sequence, KVState]] = []  # whose folds are in flight
         self._in_flight: deque[PlannedStep] = deque()  # steps planned, oldest first, whose results are to come
         self._step = 0
         self._pressure = Pressure(manager)
@@ -93,12 +95,7 @@ class Scheduler:
         """The next step; None if there is nothing to compute, or nothing before a result in flight is known."""
         if not self.has_work:
             return None
-        for seq in self.running:
-            kv = seq.kv
-            if kv.ticket and kv.num_tokens >= kv.ticket.commit_at:
-                self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
-                self.manager.commit(kv)
-                self.stats.folds += 1
+        self._commit_due()
         self.manager.promise_early()
         self._pressure.relieve(self.running, self.waiting)
         plan = StepBuilder(self.config.tokens_per_step)
@@ -117,6 +114,14 @@ class Scheduler:
         self._in_flight.append(step)
         return message
 
+    def _commit_due(self) -> None:
+        for seq, kv in self._folding:
+            if kv.ticket and kv.num_tokens >= kv.ticket.commit_at:
+                self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
+                self.manager.commit(kv)
+                self.stats.folds += 1
+        self._folding = [(seq, kv) for seq, kv in self._folding if kv.ticket]  # the others were committed or dropped
+
     def forget_steps(self) -> None:
         """The steps in flight failed. Their rows may be missing, so no page is known to hold what it should."""
         self._in_flight.clear()
@@ -132,8 +137,8 @@ class Scheduler:
         quiet, decodes, prefills, ended = [], [], [], 0
         room_for_all = len(self.running) <= plan.tokens_left
         for seq in self.running:
-            kv = seq.kv
-            if room_for_all and kv.num_tokens < kv.quiet_until:
+            kv = seq.state
+            if kv and kv.num_tokens < kv.quiet_until and room_for_all:
                 quiet.append(seq)
                 continue
             pending = seq.num_pending
@@ -191,12 +196,13 @@ class Scheduler:
         if event is not None and start + count == event and not manager.can_launch(kv, event):
             count -= 1  # wait at the last token before the event
             if count == 0:  # folds in flight will give back more pages than they took: worth waiting for
-                return kv.reserved or any(s.kv.ticket for s in self.running)
+                return kv.reserved or any(other.ticket for _, other in self._folding)
         if not manager.extend(kv, count):
             return False
         draws = plan.add(seq, kv, start, count, 0 if event is None else event - kv.policy.window)
         if kv.num_tokens == event:
             plan.jobs += manager.launch(kv, plan.policy_index(kv.policy))
+            self._folding.append((seq, kv))
         if draws and seq.may_be_quiet:
             kv.note_quiet()
         return True
@@ -335,17 +341,18 @@ class Scheduler:
         failed = step.of_slots(result.failed)
         results = step.by_chunk(result.ids), step.by_chunk(result.logprobs)
         for seq, kv, drawn, new, logprob in zip(step.seqs, step.kvs, step.draws, *results, strict=True):
-            if seq.status is Status.FINISHED:
+            if seq.finish_reason is not None:
                 continue  # it ended, or was aborted, while the step was in flight
+            tokens, output = seq.tokens, seq.output
             if drawn and seq.max_tokens:
                 seq.num_drawing -= 1
                 if new is not None:
-                    seq.tokens.append(new)
-                    seq.output.append(new)
+                    tokens.append(new)
+                    output.append(new)
                     if seq.grammar:
                         seq.grammar.accept(new)
-            if 0 <= kv.num_indexed < len(seq.tokens) // kv.page_size and seq.runs_on(kv):
-                self.manager.index(kv, seq.tokens)
+            if 0 <= kv.num_indexed < len(tokens) // kv.page_size and seq.runs_on(kv):
+                self.manager.index(kv, tokens)
             if logprob is not None and drawn:
                 seq.logprobs.append(logprob)
             if failed and kv in failed and seq.state is kv:
@@ -353,7 +360,7 @@ class Scheduler:
                 self.finish(seq, FinishReason.ABORT)
                 touched.append(seq)
             elif drawn:
-                if new is None or new in seq.stop_ids or seq.grammar or len(seq.output) >= seq.max_tokens:
+                if new is None or new in seq.stop_ids or len(output) >= seq.max_tokens or seq.grammar:
                     self._finish_if_done(seq, new)
                 touched.append(seq)
         return touched

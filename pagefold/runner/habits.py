@@ -8,7 +8,7 @@ import numpy as np
 
 from pagefold.backends.triton.sampling import pack_rules
 from pagefold.core.types import SampleSpec
-from pagefold.runner.sampler import has_edits, is_greedy, known_ids
+from pagefold.runner.sampler import has_edits, is_greedy, known_ids, seed_key
 
 _ENDED_KEPT = 32  # specs of ended sequences, whose prompts they hold
 _LOG2_E = math.log2(math.e)
@@ -52,7 +52,7 @@ class KnownSpecs:
         self._table = np.empty((0, 8), np.int64)  # the columns of `pack_rules`, may_edit, num_ranked
 
     def of(self, specs: list[SampleSpec], habit: Callable[[SampleSpec], Habit]) -> tuple[np.ndarray, ...]:
-        """(rules int64[N, 6] as of `pack_rules`, without edits and with seeds for keys, may_edit bool[N], num_ranked
+        """(rules int64[N, 6] as of `pack_rules`, without edits and with `seed_key` for keys, may_edit bool[N], num_ranked
         int64[N], -1 where no log-probabilities are wanted)"""
         places = [*map(self._place.get, specs)]
         if None in places or len(places) < len(self._place) - _ENDED_KEPT:
@@ -77,7 +77,7 @@ class KnownSpecs:
 def _facts(specs: list[SampleSpec], habits: list[Habit]) -> np.ndarray:
     """Rows of the table of `KnownSpecs`."""
     sharpness, floor, top_k, top_p = np.array([habit.cuts for habit in habits]).T.copy()  # float64 holds every top_k
-    seeds = np.array([spec.seed for spec in specs], np.int64)
+    seeds = seed_key(np.array([spec.seed for spec in specs], np.int64).view(np.uint64))
     rules = pack_rules(np.full(len(specs), -1), seeds, sharpness, floor, top_k.astype(np.int64), top_p)
     may_edit = [habit.may_edit or spec.mask is not None for spec, habit in zip(specs, habits, strict=True)]
     num_ranked = [-1 if habit.num_ranked is None else habit.num_ranked for habit in habits]

@@ -150,15 +150,23 @@ class ModelRunner:
         ]
 
     def _apply(self, edits: TableEdits) -> None:
+        if not len(edits.pages) and not len(edits.lengths):
+            return
         kv = self.kv
         num_groups, max_pages = kv.page_table.shape[1:]
-        if len(edits.pages):
-            slot, group, index, page = edits.pages.T.astype(np.int64)
-            at, pages = upload([(slot * num_groups + group) * max_pages + index, page], self.device)
-            kv.page_table.view(-1).index_copy_(0, at, pages.int())
-        if len(edits.lengths):
-            slot, group, rows, cold = edits.lengths.T.astype(np.int64)
-            self._evicted[slot, group] = rows
-            at, rows, cold = upload([slot * num_groups + group, rows, cold], self.device)
-            kv.evicted.view(-1).index_copy_(0, at, rows.int())
-            kv.cold.view(-1).index_copy_(0, at, cold.int())
+        slot, group, index, page = edits.pages.T.astype(np.int64)
+        owner, part, rows, cold = edits.lengths.T.astype(np.int64)
+        at = (slot * num_groups + group) * max_pages + index, owner * num_groups + part
+        pages_at, lengths_at, *values = upload([*at, page, rows, cold], self.device)
+        page, evicted, cold = (_as_int32(column) for column in values)
+        if len(page):
+            kv.page_table.view(-1).index_copy_(0, pages_at, page)
+        if len(evicted):
+            self._evicted[owner, part] = rows
+            kv.evicted.view(-1).index_copy_(0, lengths_at, evicted)
+            kv.cold.view(-1).index_copy_(0, lengths_at, cold)
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """Small numbers of int64[N], without a copy: their low halves."""
+    return x.view(torch.int32)[::2]
