@@ -5,6 +5,8 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from pagefold.core.config import SchedulerConfig
 from pagefold.core.types import FinishReason, StepPlan, StepResult
 from pagefold.engine.pressure import Pressure
@@ -58,6 +60,9 @@ class Scheduler:
         self._folding: list[tuple[Sequence, KVState]] = []  # whose folds are in flight
         self._in_flight: deque[PlannedStep] = deque()  # steps planned, oldest first, whose results are to come
         self._step = 0
+        self._windows = np.zeros(
+            (2, manager.geometry.max_seqs + 1), np.int64
+        )  # by slot: window and its start, if quiet
         self._pressure = Pressure(manager)
 
     # ---- requests come and go
@@ -134,12 +139,13 @@ class Scheduler:
         Most decodes need nothing but a place for one more token: they are planned all at once, after those that may
         need their pages.
         """
-        quiet, decodes, prefills, ended = [], [], [], 0
+        quiet, kvs, decodes, prefills, ended = [], [], [], [], 0
         room_for_all = len(self.running) <= plan.tokens_left
         for seq in self.running:
             kv = seq.state
             if kv and kv.num_tokens < kv.quiet_until and room_for_all:
                 quiet.append(seq)
+                kvs.append(kv)
                 continue
             pending = seq.num_pending
             if pending == 0:
@@ -153,7 +159,8 @@ class Scheduler:
         enough = self._plan_each(decodes, plan, ended)
         if not enough:
             quiet = [seq for seq in quiet if seq.status is Status.RUNNING]
-        plan.add_quiet(quiet)
+            kvs = [seq.kv for seq in quiet]
+        plan.add_quiet(quiet, kvs, self._windows)
         enough &= self._plan_each(prefills, plan, ended)
         if not plan.seqs and self.running and not self._in_flight:
             self._break_deadlock(plan)
@@ -205,6 +212,7 @@ class Scheduler:
             self._folding.append((seq, kv))
         if draws and seq.may_be_quiet:
             kv.note_quiet()
+            self._windows[:, kv.slot] = kv.window_slot, kv.window_start
         return True
 
     def _victim(self, needy: Sequence, plan: StepBuilder) -> Sequence | None:

@@ -90,19 +90,18 @@ class StepBuilder:
         self.tokens_left -= count
         return draws
 
-    def add_quiet(self, seqs: list[Sequence]) -> None:
-        """One more token of each, and the draw of the next: they need nothing else (`KVState.quiet_until`)."""
+    def add_quiet(self, seqs: list[Sequence], kvs: list[KVState], windows: np.ndarray) -> None:
+        """One more token of each, and the draw of the next: they need nothing else (`KVState.quiet_until`).
+
+        windows   int64[2, slots], `window_slot` and `window_start` of each slot's sequence
+        """
         if not seqs:
             return
-        kvs, count = [seq.kv for seq in seqs], len(seqs)
+        count = len(seqs)
         columns = np.ones((6, count), np.int64)
-        for row, numbers in (
-            (0, [kv.slot for kv in kvs]),
-            (1, [kv.num_tokens for kv in kvs]),
-            (4, [kv.window_slot for kv in kvs]),
-            (5, [kv.window_start for kv in kvs]),
-        ):
-            columns[row] = np.fromiter(numbers, np.int64, count)
+        columns[0] = np.fromiter([kv.slot for kv in kvs], np.int64, count)
+        columns[1] = np.fromiter([kv.num_tokens for kv in kvs], np.int64, count)
+        columns[4:] = windows[:, columns[0]]
         self._tokens += [-1 if seq.num_drawing else seq.tokens[-1] for seq in seqs]
         self._samples += [seq.spec for seq in seqs]
         for seq, kv in zip(seqs, kvs, strict=True):

@@ -41,7 +41,7 @@ class _Readback:
 
     def __init__(self, *parts: Tensor):
         self._shapes = [part.shape for part in parts]
-        packed = torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].reshape(-1)
+        packed = torch.cat([part.reshape(-1) for part in parts]) if len(parts) != 1 else parts[0].reshape(-1)
         self._host, self._event = packed, None
         if packed.device.type == "cuda":
             self._host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)

@@ -52,8 +52,8 @@ class KnownSpecs:
         self._table = np.empty((0, 8), np.int64)  # the columns of `pack_rules`, may_edit, num_ranked
 
     def of(self, specs: list[SampleSpec], habit: Callable[[SampleSpec], Habit]) -> tuple[np.ndarray, ...]:
-        """(rules int64[N, 6] as of `pack_rules`, without edits and with `seed_key` for keys, may_edit bool[N], num_ranked
-        int64[N], -1 where no log-probabilities are wanted)"""
+        """(rules int64[N, 6] as of `pack_rules`, without edits and with seeds' keys for keys, may_edit bool[N],
+        num_ranked int64[N], -1 where no log-probabilities are wanted)"""
         places = [*map(self._place.get, specs)]
         if None in places or len(places) < len(self._place) - _ENDED_KEPT:
             self._renew(specs, habit)
