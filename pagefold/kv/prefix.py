@@ -82,7 +82,7 @@ class PrefixCache:
         left, batch = len(self._entries), 4
         while left:
             oldest = [*islice(self._entries.items(), min(batch, left))]
-            in_use = self.pool.refs[np.stack([entry.pages for _, entry in oldest])].all(1).tolist()
+            in_use = np.all(self.pool.refs[np.stack([entry.pages for _, entry in oldest])], axis=1).tolist()
             for (key, entry), used in zip(oldest, in_use, strict=True):
                 if self.pool.num_free >= num_free:
                     return
