@@ -60,9 +60,8 @@ class Scheduler:
         self._folding: list[tuple[Sequence, KVState]] = []  # whose folds are in flight
         self._in_flight: deque[PlannedStep] = deque()  # steps planned, oldest first, whose results are to come
         self._step = 0
-        self._windows = np.zeros(
-            (2, manager.geometry.max_seqs + 1), np.int64
-        )  # by slot: window and its start, if quiet
+        # of the quiet, by slot: window slot, and window start
+        self._windows = np.zeros((2, manager.geometry.max_seqs + 1), np.int64)
         self._pressure = Pressure(manager)
 
     # ---- requests come and go
