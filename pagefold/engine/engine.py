@@ -161,7 +161,7 @@ class Engine:
                 choice.output.started = seq.started
                 if choice is served.choices[0]:
                     self._show_prompt(seq, served.output)
-            if choice.says_more or seq.finished:
+            if choice.says_more or seq.finish_reason is not None:
                 self._refresh(choice)
                 if seq.finished:
                     self._settle(served, choice)
