@@ -1,10 +1,10 @@
 """The words every room uses: what a user asks for, what a step does, what comes back. No torch here."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -297,6 +297,32 @@ class Chunk(NamedTuple):
     window_start: int = 0
 
 
+class Chunks(Sequence[Chunk]):
+    """The chunks of a step, held as columns: a batch is hundreds of them, every step.
+
+    columns   int64[6, N], a row for each field of `Chunk`, in their order
+    """
+
+    def __init__(self, columns: np.ndarray):
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return self.columns.shape[1]
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Chunks": ...
+    def __getitem__(self, index: int | slice) -> "Chunk | Chunks":
+        part = self.columns[:, index]
+        return Chunks(part) if isinstance(index, slice) else Chunk(*part.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chunks) and np.array_equal(self.columns, other.columns)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Move(Enum):
     """From which store pages are copied to which."""
 
@@ -326,7 +352,7 @@ class TableEdits:
     lengths: np.ndarray
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class SampleSpec:
     """What the sampler must know of one sequence whose next token is drawn in this step.
 
@@ -350,6 +376,50 @@ class SampleSpec:
     mask: np.ndarray | None = None
 
 
+class Samples(Sequence[SampleSpec | None]):
+    """The specs of a step's draws; None where none is made.
+
+    A sequence has one spec for all its draws, so that it need not be made anew, and what follows from it can be kept;
+    only the position is the step's.
+
+    lasting     list of N; `position` in it means nothing
+    positions   int64[N], what stands for it
+    """
+
+    def __init__(self, lasting: list[SampleSpec | None], positions: np.ndarray):
+        self.lasting = lasting
+        self.positions = positions
+
+    @classmethod
+    def of(cls, specs: Sequence[SampleSpec]) -> "Samples":
+        """Of specs that know their positions."""
+        return cls([*specs], np.fromiter((spec.position for spec in specs), np.int64, len(specs)))
+
+    @property
+    def drawn(self) -> list[int]:
+        """Indices of those that are not None."""
+        return [n for n, spec in enumerate(self.lasting) if spec is not None]
+
+    def only_drawn(self) -> "Samples":
+        """Without those that are None."""
+        if None not in self.lasting:
+            return self
+        return Samples([spec for spec in self.lasting if spec is not None], self.positions[self.drawn])
+
+    def __len__(self) -> int:
+        return len(self.lasting)
+
+    @overload
+    def __getitem__(self, index: int) -> SampleSpec | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Samples": ...
+    def __getitem__(self, index: int | slice) -> "SampleSpec | None | Samples":
+        if isinstance(index, slice):
+            return Samples(self.lasting[index], self.positions[index])
+        spec = self.lasting[index]
+        return spec and replace(spec, position=int(self.positions[index]))
+
+
 @dataclass
 class StepPlan:
     """The only message from the scheduler to the worker: picklable, so that it can be recorded and replayed. (To be
@@ -368,9 +438,9 @@ class StepPlan:
     step: int
     edits: TableEdits
     swaps: list[SwapOp]
-    chunks: list[Chunk]
+    chunks: Chunks
     tokens: np.ndarray
-    samples: list[SampleSpec | None]
+    samples: Samples
     prompt_targets: dict[int, tuple[list[int], int]]
     jobs: list[Job]
     policies: list[ScorePolicy]

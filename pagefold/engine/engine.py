@@ -22,11 +22,17 @@ from pagefold.runner.runner import Launched, ModelRunner
 
 @dataclass
 class _Choice:
-    """One continuation of a prompt: its sequence, its text, what the user has seen of it."""
+    """One continuation of a prompt: its sequence, its text, what the user has seen of it.
+
+    says_more   a token brings more than its id: text or log-probabilities
+    num_read    tokens that its text was told of
+    """
 
     seq: Sequence
     detokenizer: Detokenizer | None
     output: CompletionOutput
+    says_more: bool
+    num_read: int = 0
 
 
 @dataclass
@@ -102,7 +108,8 @@ class Engine:
             text = None
             if sampling.detokenize and self.tokenizer is not None:
                 text = Detokenizer(self.tokenizer, sampling, request.prompt)
-            choice = _Choice(seq, text, CompletionOutput(i, count_kv=partial(self._kv_usage, seq)))
+            shown = CompletionOutput(i, token_ids=seq.output, count_kv=partial(self._kv_usage, seq))
+            choice = _Choice(seq, text, shown, text is not None or sampling.logprobs is not None)
             served.choices.append(choice)
             output.outputs.append(choice.output)
             self._owner[seq] = served, choice
@@ -150,26 +157,36 @@ class Engine:
         changed: dict[str, RequestOutput] = {}
         for seq in self.scheduler.update(result):
             served, choice = self._owner[seq]
-            if not choice.output.token_ids and choice is served.choices[0]:
-                self._show_prompt(seq, served.output)
-            self._refresh(choice)
-            output = served.output
-            if seq.finished:
-                del self._owner[seq]
-                output.finished = all(choice.seq.finished for choice in served.choices)
-                if output.finished:
-                    self._served.pop(output.request_id, None)  # a sibling that ended with it was first
-            changed[output.request_id] = output
+            if choice.output.started is None:
+                choice.output.started = seq.started
+                if choice is served.choices[0]:
+                    self._show_prompt(seq, served.output)
+            if choice.says_more or seq.finish_reason is not None:
+                self._refresh(choice)
+                if seq.finished:
+                    self._settle(served, choice)
+            changed[served.output.request_id] = served.output
         return list(changed.values())
 
+    def _settle(self, served: _Served, choice: _Choice) -> None:
+        """A continuation has ended, and maybe the request with it."""
+        seq, output = choice.seq, choice.output
+        assert seq.finish_reason is not None
+        output.finish_reason, output.stop_reason = seq.finish_reason.value, seq.stop_reason
+        output.error = seq.error
+        output.settle()
+        del self._owner[seq]
+        served.output.finished = all(choice.seq.finished for choice in served.choices)
+        if served.output.finished:
+            self._served.pop(served.output.request_id, None)  # a sibling that ended with it was first
+
     def _refresh(self, choice: _Choice) -> None:
-        """Bring a continuation's output up to date with its sequence; stop strings end it here."""
+        """Bring a continuation's text and log-probabilities up to date with its sequence; stop strings end it here."""
         seq, output = choice.seq, choice.output
         sampling = seq.request.sampling
-        new = seq.output[len(output.token_ids) :]
-        output.token_ids.extend(new)
-        output.started = seq.started
         if choice.detokenizer:
+            new = seq.output[choice.num_read :]
+            choice.num_read += len(new)
             stopped = seq.finish_reason is FinishReason.STOP and new[-1] in seq.stop_ids  # not by a grammar's end
             hide = stopped and not sampling.include_stop_str_in_output
             choice.detokenizer.push(new[:-1] if hide else new)
@@ -185,11 +202,6 @@ class Engine:
             fresh = seq.logprobs[len(output.logprobs) :]
             output.logprobs += fresh
             output.cumulative_logprob = sum((e.logprobs[0] for e in fresh), output.cumulative_logprob or 0.0)
-        if seq.finished:
-            assert seq.finish_reason is not None
-            output.finish_reason, output.stop_reason = seq.finish_reason.value, seq.stop_reason
-            output.error = seq.error
-            output.settle()
 
     @staticmethod
     def _show_prompt(seq: Sequence, output: RequestOutput) -> None:

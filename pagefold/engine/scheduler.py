@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagefold.core.config import SchedulerConfig
-from pagefold.core.types import Chunk, FinishReason, Job, SampleSpec, ScorePolicy, StepPlan, StepResult
-from pagefold.engine.grammar import Matcher, fill_masks
+from pagefold.core.types import FinishReason, StepPlan, StepResult
 from pagefold.engine.pressure import Pressure
 from pagefold.engine.sequence import Sequence, Status
+from pagefold.engine.step import PlannedStep, StepBuilder
 from pagefold.kv.manager import KVManager
-from pagefold.kv.state import FoldPolicy, KVState
+from pagefold.kv.state import KVState
 
 
 @dataclass
@@ -57,8 +57,11 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority and arrival; preempted ones come back to their old place
         self.running: list[Sequence] = []  # in the same order
         self.stats = Stats()
-        self._in_flight: deque[list[_Planned]] = deque()  # steps planned, oldest first, whose results are to come
+        self._folding: list[tuple[Sequence, KVState]] = []  # whose folds are in flight
+        self._in_flight: deque[PlannedStep] = deque()  # steps planned, oldest first, whose results are to come
         self._step = 0
+        # of the quiet, by slot: window slot, and window start
+        self._windows = np.zeros((2, manager.geometry.max_seqs + 1), np.int64)
         self._pressure = Pressure(manager)
 
     # ---- requests come and go
@@ -96,28 +99,32 @@ class Scheduler:
         """The next step; None if there is nothing to compute, or nothing before a result in flight is known."""
         if not self.has_work:
             return None
-        for seq in self.running:
-            kv = seq.kv
+        self._commit_due()
+        self.manager.promise_early()
+        self._pressure.relieve(self.running, self.waiting)
+        plan = StepBuilder(self.config.tokens_per_step)
+        if self._plan_running(plan):
+            self._admit(plan)
+        if not plan.seqs and self._in_flight:
+            return None
+        if not plan.seqs and self.running:
+            raise RuntimeError("scheduler: no sequence can make progress; this is a bug")
+        self.stats.steps += 1
+        self.stats.tokens += self.config.tokens_per_step - plan.tokens_left
+        self.stats.peak_running = max(self.stats.peak_running, len(self.running))
+        self.stats.peak_pages = max(self.stats.peak_pages, sum(pool.num_held for pool in self.manager.pools))
+        self._step += 1
+        message, step = plan.build(self._step, self.manager)
+        self._in_flight.append(step)
+        return message
+
+    def _commit_due(self) -> None:
+        for seq, kv in self._folding:
             if kv.ticket and kv.num_tokens >= kv.ticket.commit_at:
                 self.manager.index(kv, seq.tokens)  # pages that it gives back may be whole prefixes
                 self.manager.commit(kv)
                 self.stats.folds += 1
-        self.manager.promise_early()
-        self._pressure.relieve(self.running, self.waiting)
-        plan = _PlanBuilder(self.config.tokens_per_step)
-        if self._plan_running(plan):
-            self._admit(plan)
-        if not plan.chunks and self._in_flight:
-            return None
-        if not plan.chunks and self.running:
-            raise RuntimeError("scheduler: no sequence can make progress; this is a bug")
-        self.stats.steps += 1
-        self.stats.tokens += len(plan.tokens)
-        self.stats.peak_running = max(self.stats.peak_running, len(self.running))
-        self.stats.peak_pages = max(self.stats.peak_pages, sum(pool.num_held for pool in self.manager.pools))
-        self._in_flight.append(plan.chunks)
-        self._step += 1
-        return plan.build(self._step, self.manager)
+        self._folding = [(seq, kv) for seq, kv in self._folding if kv.ticket]  # the others were committed or dropped
 
     def forget_steps(self) -> None:
         """The steps in flight failed. Their rows may be missing, so no page is known to hold what it should."""
@@ -125,10 +132,20 @@ class Scheduler:
         self.manager.drain_copies()
         self.manager.forget_all()
 
-    def _plan_running(self, plan: "_PlanBuilder") -> bool:
-        """Decodes first, then prefills, oldest first. False if pages were short, so that nobody may be admitted."""
-        decodes, prefills, ended = [], [], 0
+    def _plan_running(self, plan: StepBuilder) -> bool:
+        """Decodes first, then prefills, oldest first. False if pages were short, so that nobody may be admitted.
+
+        Most decodes need nothing but a place for one more token: they are planned all at once, after those that may
+        need their pages.
+        """
+        quiet, kvs, decodes, prefills, ended = [], [], [], [], 0
+        room_for_all = len(self.running) <= plan.tokens_left
         for seq in self.running:
+            kv = seq.state
+            if kv and kv.num_tokens < kv.quiet_until and room_for_all:
+                quiet.append(seq)
+                kvs.append(kv)
+                continue
             pending = seq.num_pending
             if pending == 0:
                 ended += 1  # its last token is in flight
@@ -138,8 +155,21 @@ class Scheduler:
                 decodes.append(seq)
             else:
                 prefills.append(seq)
+        enough = self._plan_each(decodes, plan, ended)
+        if not enough:
+            quiet = [seq for seq in quiet if seq.status is Status.RUNNING]
+            kvs = [seq.kv for seq in quiet]
+        plan.add_quiet(quiet, kvs, self._windows)
+        enough &= self._plan_each(prefills, plan, ended)
+        if not plan.seqs and self.running and not self._in_flight:
+            self._break_deadlock(plan)
+            enough = False
+        return enough
+
+    def _plan_each(self, seqs: list[Sequence], plan: StepBuilder, ended: int) -> bool:
+        """Plan a chunk of each, preempting others for pages unless some have `ended`. False if pages were short."""
         enough = True
-        for seq in decodes + prefills:
+        for seq in seqs:
             if plan.tokens_left == 0:
                 break
             if seq.status is not Status.RUNNING:
@@ -153,19 +183,12 @@ class Scheduler:
                     break
                 self.preempt(victim)
                 enough = False
-        if not plan.chunks and self.running and not self._in_flight:
-            self._break_deadlock(plan)
-            enough = False
         return enough
 
-    def _plan_chunk(self, seq: Sequence, plan: "_PlanBuilder") -> bool:
+    def _plan_chunk(self, seq: Sequence, plan: StepBuilder) -> bool:
         """Plan as many pending tokens as may be computed now. False only if free pages are what is missing."""
         manager, kv = self.manager, seq.kv
         start, pending = kv.num_tokens, seq.num_pending
-        if pending == 1 and start < kv.quiet_until and plan.tokens_left:
-            plan.add(seq, kv, start, 1, kv.window_start)
-            kv.num_tokens = start + 1
-            return True
         count = min(pending, plan.tokens_left)
         event, window_from = kv.upcoming()
         if kv.ticket:
@@ -179,21 +202,24 @@ class Scheduler:
         if event is not None and start + count == event and not manager.can_launch(kv, event):
             count -= 1  # wait at the last token before the event
             if count == 0:  # folds in flight will give back more pages than they took: worth waiting for
-                return kv.reserved or any(s.kv.ticket for s in self.running)
+                return kv.reserved or any(other.ticket for _, other in self._folding)
         if not manager.extend(kv, count):
             return False
-        plan.add(seq, kv, start, count, 0 if event is None else event - kv.policy.window)
+        draws = plan.add(seq, kv, start, count, 0 if event is None else event - kv.policy.window)
         if kv.num_tokens == event:
             plan.jobs += manager.launch(kv, plan.policy_index(kv.policy))
-        kv.note_quiet()
+            self._folding.append((seq, kv))
+        if draws and seq.may_be_quiet:
+            kv.note_quiet()
+            self._windows[:, kv.slot] = kv.window_slot, kv.window_start
         return True
 
-    def _victim(self, needy: Sequence, plan: "_PlanBuilder") -> Sequence | None:
+    def _victim(self, needy: Sequence, plan: StepBuilder) -> Sequence | None:
         """Who gives up its pages for `needy`: the newest that is newer than it and not in this step.
 
         First those that evicted nothing and hold no window, then those that evicted (they are swapped).
         """
-        planned = {seq for seq, *_ in plan.chunks}
+        planned = {*plan.seqs}
         newer = [s for s in self.running if s.order > needy.order and s not in planned and not s.kv.ticket]
         plain = [s for s in newer if not s.kv.folded and not s.kv.reserved]
         for group in (
@@ -205,7 +231,7 @@ class Scheduler:
                 return group[-1]
         return None
 
-    def _break_deadlock(self, plan: "_PlanBuilder") -> None:
+    def _break_deadlock(self, plan: StepBuilder) -> None:
         """Nobody can move: the oldest is stuck behind others that hold what it needs. Preempt from the newest.
 
         The last resort is to start a request again although it was folded: it is folded again at the same tokens. One
@@ -219,7 +245,7 @@ class Scheduler:
             self.preempt(victim, restart=victim in others)
             for seq in list(self.running):
                 self._plan_chunk(seq, plan)
-            if plan.chunks:
+            if plan.seqs:
                 break
 
     def can_preempt(self, seq: Sequence) -> bool:
@@ -255,7 +281,7 @@ class Scheduler:
         self.stats.preemptions += 1
         self.add(seq)
 
-    def _admit(self, plan: "_PlanBuilder") -> None:
+    def _admit(self, plan: StepBuilder) -> None:
         """First come, first served within a priority; the head of the queue is never overtaken, even while the token
         is in flight that it was drawing when it was preempted.
 
@@ -267,7 +293,7 @@ class Scheduler:
             if seq.num_drawing or not self._has_window_for(seq):
                 return
             # each running sequence without a reservation should be able to open one more page
-            margin = sum(s.kv.num_groups for s in self.running if not s.kv.reserved)
+            margin = manager.geometry.num_groups * sum(not kv.reserved for kv in manager.live)
             if seq.swapped:
                 is_back = manager.swap_in(seq.swapped, margin)
                 if not is_back and not self.running and seq.policy.under_pressure and not seq.kv.folded:
@@ -314,34 +340,35 @@ class Scheduler:
 
         Results belong to sequences, not to slots: whatever became of one since the step was planned, its token counts.
         """
-        touched, ids, logprobs = [], iter(result.ids), iter(result.logprobs)
-        for i, (seq, chunk, kv) in enumerate(self._in_flight.popleft()):
-            new = logprob = None
-            if chunk.num_logits:
-                new, logprob = next(ids), next(logprobs)
-            if seq.finished:
+        step, touched = self._in_flight.popleft(), []
+        for i, entries in result.prompt_logprobs.items():
+            if not step.seqs[i].finished:
+                start = step.chunks[i].start
+                step.seqs[i].prompt_logprobs[start : start + len(entries)] = entries
+        failed = step.of_slots(result.failed)
+        results = step.by_chunk(result.ids), step.by_chunk(result.logprobs)
+        for seq, kv, drawn, new, logprob in zip(step.seqs, step.kvs, step.draws, *results, strict=True):
+            if seq.finish_reason is not None:
                 continue  # it ended, or was aborted, while the step was in flight
-            if i in result.prompt_logprobs:
-                entries = result.prompt_logprobs[i]
-                seq.prompt_logprobs[chunk.start : chunk.start + len(entries)] = entries
-            drawn = chunk.start + chunk.num_tokens >= len(seq.tokens)
+            tokens, output = seq.tokens, seq.output
             if drawn and seq.max_tokens:
                 seq.num_drawing -= 1
                 if new is not None:
-                    seq.tokens.append(new)
-                    seq.output.append(new)
+                    tokens.append(new)
+                    output.append(new)
                     if seq.grammar:
                         seq.grammar.accept(new)
-            if kv.num_indexed >= 0 and seq.state is kv and seq.status is Status.RUNNING:
-                self.manager.index(kv, seq.tokens)
+            if 0 <= kv.num_indexed < len(tokens) // kv.page_size and seq.runs_on(kv):
+                self.manager.index(kv, tokens)
             if logprob is not None and drawn:
                 seq.logprobs.append(logprob)
-            if failed := chunk.slot in result.failed and seq.state is kv:
-                seq.error = result.failed[chunk.slot]  # what later steps draw for it is dropped
+            if failed and kv in failed and seq.state is kv:
+                seq.error = failed[kv]  # what later steps draw for it is dropped
                 self.finish(seq, FinishReason.ABORT)
+                touched.append(seq)
             elif drawn:
-                self._finish_if_done(seq, new)
-            if drawn or failed:
+                if new is None or new in seq.stop_ids or len(output) >= seq.max_tokens or seq.grammar:
+                    self._finish_if_done(seq, new)
                 touched.append(seq)
         return touched
 
@@ -358,71 +385,3 @@ class Scheduler:
             self.finish(seq, FinishReason.STOP)
         elif len(seq.output) >= seq.max_tokens:
             self.finish(seq, FinishReason.LENGTH)
-
-
-_Planned = tuple[Sequence, Chunk, KVState]
-
-
-class _PlanBuilder:
-    """A step in the making."""
-
-    def __init__(self, max_tokens: int):
-        self.tokens_left = max_tokens
-        self.chunks: list[_Planned] = []
-        self.tokens: list[int] = []
-        self.samples: list[SampleSpec | None] = []
-        self.prompt_targets: dict[int, tuple[list[int], int]] = {}
-        self.jobs: list[Job] = []
-        self.policies: list[ScorePolicy] = []
-        self.constrained: list[tuple[Matcher, SampleSpec]] = []
-
-    def policy_index(self, policy: FoldPolicy) -> int:
-        score = policy.score
-        if score not in self.policies:
-            self.policies.append(score)
-        return self.policies.index(score)
-
-    def add(self, seq: Sequence, kv: KVState, start: int, count: int, window_start: int) -> None:
-        """Tokens [start, start + count) of a sequence. If they are its last, known or not, the next one is drawn."""
-        tokens, end = seq.tokens, start + count
-        num_tokens = len(tokens) + seq.num_drawing
-        num_logits = int(end == num_tokens)
-        if seq.request.sampling.prompt_logprobs is not None and start < seq.prompt_len - 1:
-            num_logits = count
-            self._add_prompt_targets(seq, start, end)
-        if count == 1:
-            self.tokens.append(tokens[start] if start < len(tokens) else -1)
-        else:
-            assert end <= len(tokens), "a token that is not known yet is the only one pending"
-            self.tokens += tokens[start:end]
-        spec = None
-        if end == num_tokens and seq.max_tokens:
-            seq.num_drawing += 1
-            ask = seq.request
-            spec = SampleSpec(ask.sampling, seq.seed, end, ask.prompt, seq.output, seq.stop_ids, seq.bad_ids)
-            if seq.grammar:
-                self.constrained.append((seq.grammar, spec))
-        if num_logits:
-            self.samples.append(spec)
-        self.chunks.append((seq, Chunk(kv.slot, start, count, num_logits, kv.window_slot, window_start), kv))
-        self.tokens_left -= count
-
-    def _add_prompt_targets(self, seq: Sequence, start: int, end: int) -> None:
-        k = seq.request.sampling.prompt_logprobs
-        if k is not None and len(seq.prompt_logprobs) < seq.prompt_len - 1:
-            self.prompt_targets[len(self.chunks)] = seq.tokens[start + 1 : min(end + 1, seq.prompt_len)], k
-
-    def build(self, step: int, manager: KVManager) -> StepPlan:
-        if self.constrained:
-            fill_masks(self.constrained)
-        return StepPlan(
-            step=step,
-            edits=manager.drain_edits(),
-            swaps=manager.drain_copies(),
-            chunks=[chunk for _, chunk, _ in self.chunks],
-            tokens=np.array(self.tokens, np.int32),
-            samples=self.samples,
-            prompt_targets=self.prompt_targets,
-            jobs=self.jobs,
-            policies=self.policies,
-        )

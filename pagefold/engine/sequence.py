@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pagefold.core.types import FinishReason, Request, TokenLogprobs
+from pagefold.core.types import FinishReason, Request, SampleSpec, TokenLogprobs
 from pagefold.engine.grammar import Matcher
 from pagefold.kv.holder import Swapped
 from pagefold.kv.state import FoldPolicy, KVState
@@ -29,6 +29,7 @@ class Sequence:
     grammar      what its output must look like, advanced by every token of it
     prompt_len   tokens of the prompt
     last         number of tokens that are ever stored (the last one drawn is not)
+    spec         what all its draws have in common
     tokens       prompt and generated tokens, as far as their ids are known
     num_drawing  tokens that steps in flight are drawing: they count, and can be computed, before their ids are known
     state        its rows, while it runs; what became of them, once it is finished
@@ -49,6 +50,7 @@ class Sequence:
     keeps_turn: bool = False
     prompt_len: int = field(init=False)
     last: int = field(init=False)
+    spec: SampleSpec = field(init=False)
     tokens: list[int] = field(init=False)
     num_drawing: int = 0
     output: list[int] = field(default_factory=list)
@@ -68,13 +70,24 @@ class Sequence:
     def __post_init__(self):
         self.prompt_len = len(self.request.prompt)
         self.last = self.prompt_len + max(self.max_tokens, 1) - 1
-        self.tokens = list(self.request.prompt)
+        ask = self.request
+        self.tokens = list(ask.prompt)
+        self.spec = SampleSpec(ask.sampling, self.seed, 0, ask.prompt, self.output, self.stop_ids, self.bad_ids)
 
     @property
     def kv(self) -> KVState:
         """The rows of a sequence that has, or had, a place in KV memory."""
         assert self.state is not None, f"request {self.request.id} holds no KV"
         return self.state
+
+    def runs_on(self, kv: KVState) -> bool:
+        """It runs, and these are its rows; it may have been preempted, and have others since."""
+        return self.state is kv and self.status is Status.RUNNING
+
+    @property
+    def may_be_quiet(self) -> bool:
+        """Once it decodes, its next token can be planned without knowing the newest."""
+        return self.max_tokens > 0 and self.grammar is None
 
     @property
     def num_pending(self) -> int:

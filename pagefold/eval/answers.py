@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
-from pagefold.engine.build import Loaded, build_engine
+from pagefold.engine.build import Loaded, build_engine, build_layout
 from pagefold.engine.engine import Engine
 from pagefold.engine.outputs import RequestOutput
+from pagefold.engine.parts import build_parts
 from pagefold.engine.policy import build_scorer
 from pagefold.eval.texts import parse_share, share_rows
 
@@ -152,19 +153,25 @@ def run_answers(
     variants   the first is the full cache
     path       file of finished samples, read and continued
     """
+    check_engines(loaded, ({**options, **group[0].options} for group in by_engine(variants)))
     settings = {"task": task.name, **task.settings, "max_tokens": task.max_tokens, **options}
     samples = Samples(path, {**settings, "dtype": str(loaded.decoder.dtype).removeprefix("torch.")})
-    groups: dict[str, list[Variant]] = defaultdict(list)
-    for variant in variants:
-        groups[json.dumps(variant.options)].append(variant)
     total = len(variants) * len(task.prompts)
     done = sum(samples.get(v.name, i) is not None for v in variants for i in range(len(task.prompts)))
     with tqdm(total=total, initial=done, desc=task.name, disable=not use_tqdm, dynamic_ncols=True) as bar:
-        for group in groups.values():
+        for group in by_engine(variants):
             if any(samples.get(v.name, i) is None for v in group for i in range(len(task.prompts))):
                 config = engine_config({**options, **group[0].options}, group)
                 _Run(build_engine(config, loaded), config, task, group, samples).run(bar.update)
     return samples
+
+
+def by_engine(variants: Iterable[Variant]) -> list[list[Variant]]:
+    """The variants that one engine can serve together: those whose options are equal."""
+    groups: dict[str, list[Variant]] = defaultdict(list)
+    for variant in variants:
+        groups[json.dumps(variant.options)].append(variant)
+    return list(groups.values())
 
 
 def engine_config(options: dict[str, Any], variants: Sequence[Variant]) -> EngineConfig:
@@ -172,6 +179,13 @@ def engine_config(options: dict[str, Any], variants: Sequence[Variant]) -> Engin
     scorers = {v.scorer: build_scorer(v.scorer, "scorers") for v in variants}
     needs = lambda spec: (len(s.state), s.needs_window, True) if (s := scorers[spec]) else (0, False, False)  # noqa: E731
     return EngineConfig.from_options(**options, kv_eviction=max(scorers, key=needs))
+
+
+def check_engines(loaded: Loaded, all_options: Iterable[dict[str, Any]]) -> None:
+    """Raise the InputError that an engine with such options would, for its layout or format: before hours of work."""
+    for options in all_options:
+        config = EngineConfig.from_options(**options)
+        build_parts(config, loaded.spec, build_layout(config, loaded.spec), loaded.decoder.dtype)
 
 
 class _Run:
@@ -233,6 +247,7 @@ class _Run:
             "finish_reason": said.finish_reason,
             "budget": budget,
             "compactions": kv.compactions,
+            "rows_kept": kv.rows_kept,
             "rows_evicted": kv.rows_evicted,
             "answer": said.text or list(said.token_ids),
         }

@@ -1,15 +1,16 @@
 """`pagefold eval humaneval`, `chains` and `train-chains`: flags in, tables out."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.table import Table
 
 from pagefold.core.types import InputError
-from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed
+from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed, new_file
+from pagefold.eval.shown import console
 from pagefold.eval.train_options import TrainOptions
 
 if TYPE_CHECKING:
@@ -48,22 +49,27 @@ def _add_task(
 ) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=text)
     add_engine_flags(parser, ENGINE, model)
-    add = parser.add_argument
-    add("--scorers", type=SCORERS, default=SCORERS("zipage,snapkv,recency,random"), help="(default: all four)")
-    add("--budgets", type=listed(), default=listed()("1/2,1/4,1/8"), help="kept shares of the length (default: three)")
-    add("--formats", type=FORMATS, default=[], help="row formats to try with the full cache")
-    add("--layouts", type=listed(";"), default=[], help="head layouts to try with every scorer, separated by ';'")
-    add("--samples", type=Path, help="file of finished samples (.jsonl); a rerun continues it")
-    add("--json", type=Path, help="write every figure")
-    add("--chart", type=Path, help="draw pass@1 over the budgets (.png, .svg or .pdf)")
+    add_variant_flags(parser, "the length")
     parser.set_defaults(func=_run_task, make_task=make, page_size=16, kv_buffer=16, kv_window=8)
     return parser
+
+
+def add_variant_flags(parser: argparse.ArgumentParser, whole: str) -> None:
+    """Which configurations are compared, and where the results go. Budgets are shares of the `whole`."""
+    add = parser.add_argument
+    add("--scorers", type=SCORERS, default=SCORERS("zipage,snapkv,recency,random"), help="(default: all four)")
+    add("--budgets", type=listed(), default=listed()("1/2,1/4,1/8"), help=f"kept shares of {whole} (default: three)")
+    add("--formats", type=FORMATS, default=[], help="row formats to try with the full cache")
+    add("--layouts", type=listed(";"), default=[], help="head layouts to try with every scorer, separated by ';'")
+    add("--samples", type=new_file, help="file of finished samples (.jsonl); a rerun continues it")
+    add("--json", type=new_file, help="write every figure")
+    add("--chart", type=new_file, help="draw pass@1 over the budgets (.png, .svg or .pdf)")
 
 
 def _run_task(args: argparse.Namespace) -> int:
     from pagefold.engine.build import load_model
     from pagefold.eval.answers import engine_config, make_variants, run_answers
-    from pagefold.eval.answers_report import answers_table, draw_chart, save_json, summarise, verdicts
+    from pagefold.eval.answers_report import summarise
 
     options = engine_options(args)
     variants = make_variants(args.scorers, args.budgets, args.formats, args.layouts)
@@ -72,17 +78,25 @@ def _run_task(args: argparse.Namespace) -> int:
     task = args.make_task(args, loaded)
     samples = run_answers(loaded, options, task, variants, args.samples)
     records = summarise(samples, variants, len(task.prompts))
-    title = f"{task.name}: {len(task.prompts)} problems, {config.model.model}"
-    console = Console()
-    console.print(answers_table(title, records))
-    lines = verdicts(records)
+    show_answers(args, f"{task.name}: {len(task.prompts)} problems, {config.model.model}", samples.settings, records)
+    return 0
+
+
+def show_answers(
+    args: argparse.Namespace, title: str, settings: dict[str, Any], records: Sequence[dict[str, Any]], *tables: Table
+) -> None:
+    """Print the table of all configurations, further tables and the verdicts; write the files that were asked for."""
+    from pagefold.eval.answers_report import answers_table, draw_chart, save_json, verdicts
+
+    out, lines = console(), verdicts(records)
+    for table in (answers_table(title, records), *tables):
+        out.print(table)
     for line in lines:
-        console.print(line, highlight=False)
+        out.print(line, highlight=False)
     if args.json:
-        save_json(args.json, samples.settings, records, lines)
+        save_json(args.json, settings, records, lines)
     if args.chart:
         draw_chart(title, records, args.chart)
-    return 0
 
 
 def _humaneval(args: argparse.Namespace, loaded: "Loaded") -> "Task":

@@ -13,6 +13,7 @@ from rich.table import Table
 from pagefold.core.types import InputError
 from pagefold.eval.answers import FULL, Samples, Variant
 from pagefold.eval.perplexity import BLIND, LOOKS
+from pagefold.eval.shown import short_name
 from pagefold.eval.statistics import bootstrap, mcnemar, wilson
 
 SURE = 0.05  # p-value below which a difference is called one
@@ -25,7 +26,8 @@ def summarise(samples: Samples, variants: Sequence[Variant], num_problems: int) 
     kept       [ratio, low, high]: problems passed, as a share of those that the full cache passes; bootstrapped over
                problems, the same ones for both; None if it passes none
     won, lost  problems that only this variant, or only the full cache, passes; p of McNemar's exact test
-    rows       mean budget, tokens: mean answer in tokens, compactions: mean per answer
+    rows       mean budget; held: mean rows per head at an answer's end
+    tokens     of a mean answer; compactions: mean per answer
     passed     what each problem came to, 0 or 1
     """
     full = _passed(samples.of(FULL, num_problems))
@@ -49,6 +51,7 @@ def summarise(samples: Samples, variants: Sequence[Variant], num_problems: int) 
                 "lost": lost,
                 "p": mcnemar(won, lost),
                 "rows": float(np.mean(budgets)) if budgets else None,
+                "held": float(np.mean([s["rows_kept"] for s in mine])),
                 "tokens": float(np.mean([s["tokens"] for s in mine])),
                 "compactions": float(np.mean([s["compactions"] for s in mine])),
                 "passed": passed.tolist(),
@@ -87,14 +90,15 @@ def answers_table(title: str, records: Sequence[dict[str, Any]]) -> Table:
     table = Table(title=title)
     table.add_column("configuration", no_wrap=True)
     extra = [name for name in records[0]["marks"] if name != "passed"]
-    for name in ("rows", "pass@1, %", *(f"{name}, %" for name in extra), "kept of full, %", "won/lost, p", "tokens"):
+    shares = ("pass@1, %", *(f"{name}, %" for name in extra), "kept of full, %")
+    for name in ("rows", "held", *shares, "won/lost, p", "tokens"):
         table.add_column(name, justify="right")
     for r in records:
         rows = "all" if r["rows"] is None else f"{r['rows']:.0f}"
         marks = [_percent(r["marks"][name]) for name in ("passed", *extra)]
         apart = "" if r["name"] == FULL else f"{r['won']}/{r['lost']}, {r['p']:.2g}"
         against = "" if r["name"] == FULL or not r["kept"] else _percent(r["kept"])
-        table.add_row(r["name"], rows, *marks, against, apart, f"{r['tokens']:.0f}")
+        table.add_row(short_name(r["name"]), rows, f"{r['held']:.0f}", *marks, against, apart, f"{r['tokens']:.0f}")
     return table
 
 
@@ -104,23 +108,36 @@ def _percent(interval: Sequence[float]) -> str:
 
 
 def verdicts(records: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per budget (and layout): do the scorers that look at attention beat those that do not, on the same
-    problems, by McNemar's test?"""
+    """By McNemar's test on the same problems: do the scorers that look at attention beat those that do not, a line per
+    budget and layout; and does each layout beat the common one, a line per layout and budget?"""
     groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for r in (r for r in records if r["share"]):
         groups.setdefault((r["share"], " ".join(r["options"].values())), {})[r["scorer"]] = r
     lines = []
     for (share, where), here in groups.items():
         looks, blind = ([spec for spec in here if spec.partition(":")[0] in names] for names in (LOOKS, BLIND))
-        parts = []
-        for scorer, rival in itertools.product(looks, blind):
-            won, lost = _only(*(np.array(here[name]["passed"]) for name in (scorer, rival)))
-            p = mcnemar(won, lost)
-            word = "ties with" if p >= SURE else "beats" if won > lost else "loses to"
-            parts.append(f"{scorer} {word} {rival} ({won} won, {lost} lost, p {p:.2g})")
+        parts = [_duel(*pair, here[pair[0]], here[pair[1]]) for pair in itertools.product(looks, blind)]
         if parts:
             lines.append(f"budget {share}{where and ' ' + where}: {'; '.join(parts)}")
-    return lines
+    return [short_name(line) for line in (*lines, *_layout_verdicts(records))]
+
+
+def _layout_verdicts(records: Sequence[dict[str, Any]]) -> list[str]:
+    """One line per layout and budget: does it beat the common one under the same scorer, on the same problems?"""
+    plain = {(r["scorer"], r["share"]): r for r in records if r["share"] and not r["options"]}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for r in (r for r in records if r["share"] and list(r["options"]) == ["kv_layout"]):
+        rival = plain[r["scorer"], r["share"]]
+        part = _duel(r["scorer"], "itself", r, rival) + f" with {r['held']:.0f} rows held for {rival['held']:.0f}"
+        groups.setdefault((r["options"]["kv_layout"], r["share"]), []).append(part)
+    return [f"{layout} at {share}: {'; '.join(parts)}" for (layout, share), parts in groups.items()]
+
+
+def _duel(name: str, rival_name: str, mine: dict[str, Any], rival: dict[str, Any]) -> str:
+    won, lost = _only(*(np.array(r["passed"]) for r in (mine, rival)))
+    p = mcnemar(won, lost)
+    word = "ties with" if p >= SURE else "beats" if won > lost else "loses to"
+    return f"{name} {word} {rival_name} ({won} won, {lost} lost, p {p:.2g})"
 
 
 def draw_chart(title: str, records: Sequence[dict[str, Any]], path: Path) -> None:
@@ -141,7 +158,7 @@ def draw_chart(title: str, records: Sequence[dict[str, Any]], path: Path) -> Non
         apart = 1.02 ** (i - (len(folded) - 1) / 2)  # for the bars' sake
         x = [float(Fraction(r["share"])) * apart for r in mine]
         value, low, high = (100 * np.array([r["marks"]["passed"] for r in mine])).T
-        axes.errorbar(x, value, (value - low, high - value), fmt="o-", color=f"C{i}", capsize=2, label=name)
+        axes.errorbar(x, value, (value - low, high - value), fmt="o-", color=f"C{i}", capsize=2, label=short_name(name))
     for i, r in enumerate(r for r in records if not r["share"]):
         level = 100 * r["marks"]["passed"][0]
         axes.axhline(level, color=f"C{len(folded) + i}", ls="--", lw=1, label=r["name"])

@@ -5,18 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.eval.answers_cli import add_answer_parsers
-from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed
+from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed, new_file
+from pagefold.eval.recall_cli import add_recall_parser
+from pagefold.eval.shown import console, short_name
 from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
 
 COMMON = ("tokenizer", "dtype", "load_format", "seed", "backend", "page_size", "kv_format")
 SKIP = ("kv_format_skip_layers", "kv_skip_format")
 FOLDS = ("kv_buffer", "kv_window", "kv_sink_tokens")
+PROFILE_SEED = 1 << 20  # of programs: none that is asked
 LAYOUT = ("kv_layout", "kv_cache_memory_bytes")
 
 
@@ -28,6 +30,7 @@ def add_parsers(subparsers: Any) -> None:
     _add_perplexity(evals)
     _add_needle(evals)
     add_answer_parsers(evals)
+    add_recall_parser(evals)
     _add_profile(subparsers)
 
 
@@ -44,8 +47,9 @@ def _add_perplexity(subparsers: Any) -> None:
     add("--formats", type=FORMATS, default="fp32,bf16,fp8,int4,k4v2", help="row formats (default: %(default)s)")
     add("--scorers", type=SCORERS, default="zipage,snapkv,recency,random", help="(default: %(default)s)")
     add("--budgets", type=listed(), default="1/2,1/4,1/8", help="kept shares of the window (default: %(default)s)")
-    add("--json", type=Path, help="results are kept in this file, and what is there already is not measured again")
-    add("--chart", type=Path, help="draw perplexity and divergence (.png, .svg or .pdf)")
+    add("--layouts", type=listed(";"), default=[], help="head layouts to try with every scorer, separated by ';'")
+    add("--json", type=new_file, help="results are kept in this file, and what is there already is not measured again")
+    add("--chart", type=new_file, help="draw perplexity and divergence (.png, .svg or .pdf)")
     parser.set_defaults(func=run_perplexity_command)
 
 
@@ -56,16 +60,16 @@ def run_perplexity_command(args: argparse.Namespace) -> int:
     options = engine_options(args)
     config = EngineConfig.from_options(**options)
     size, buffer = config.cache.page_size, config.period
-    variants = make_variants(args.formats, args.scorers, args.budgets, args.window, size, buffer)
+    variants = make_variants(args.formats, args.scorers, args.budgets, args.window, size, buffer, args.layouts)
     text = load_text(args.text)
     loaded = load_model(config)
     ids = encode_text(loaded.tokenizer, text)[: args.tokens]
     records = run_perplexity(loaded, options, ids, args.window, variants, args.json)
-    console = Console()
-    console.print(perplexity_table(records, "overall", "all tokens"))
-    console.print(perplexity_table(records, "last_half", "tokens in the second half of their window"))
+    out = console()
+    out.print(perplexity_table(records, "overall", "all tokens"))
+    out.print(perplexity_table(records, "last_half", "tokens in the second half of their window"))
     for line in verdicts(records):
-        console.print(line, highlight=False)
+        out.print(short_name(line), highlight=False)
     if args.chart:
         draw_chart(records, args.chart)
     return 0
@@ -80,7 +84,7 @@ def perplexity_table(records: Sequence[dict[str, Any]], part: str, title: str) -
         figures = record[part]
         cells = [_figure(figures[name], digits) for name, digits in (("perplexity", 2), ("kl", 4), ("kl_p99", 3))]
         agree = _figure([100 * x for x in figures["agree"]], 1)
-        table.add_row(record["name"], str(record["settings"].get("kv_budget", "all")), *cells, agree)
+        table.add_row(short_name(record["name"]), str(record["settings"].get("kv_budget", "all")), *cells, agree)
     return table
 
 
@@ -101,14 +105,14 @@ def draw_chart(records: Sequence[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     scorers: dict[str, list[dict[str, Any]]] = {}
     for record in (r for r in records if r["share"]):
-        scorers.setdefault(record["settings"]["kv_eviction"], []).append(record)
+        scorers.setdefault(record["name"].replace(f" {record['share']}", "", 1), []).append(record)
     shares = {r["share"]: r["settings"]["kv_budget"] / r["settings"]["window"] for r in records if r["share"]}
     axes_of = dict(zip(("perplexity", "kl"), figure.subplots(1, 2)))
     for name, axes in axes_of.items():
         for i, (scorer, mine) in enumerate(scorers.items()):
             x = [shares[r["share"]] * 1.02 ** (i - (len(scorers) - 1) / 2) for r in mine]  # apart, for the bars' sake
             value, low, high = zip(*(r["last_half"][name] for r in mine), strict=True)
-            axes.plot(x, value, "o-", color=f"C{i}", label=scorer)
+            axes.plot(x, value, "o-", color=f"C{i}", label=short_name(scorer))
             if name == "kl":
                 axes.vlines(x, low, high, color=f"C{i}")
         for i, record in enumerate(r for r in records if not r["share"]):
@@ -156,7 +160,7 @@ def run_needle_command(args: argparse.Namespace) -> int:
     loaded = load_model(EngineConfig.from_options(**options))
     prose = encode_text(loaded.tokenizer, text)
     found = run_needle(loaded, options, prose, lengths, depths, args.trials, share=args.share)
-    Console().print(needle_table(found, args.trials))
+    console().print(needle_table(found, args.trials))
     return 0
 
 
@@ -187,7 +191,11 @@ def _add_profile(subparsers: Any) -> None:
     parser = subparsers.add_parser("profile", help="measure how many rows each KV head wants, for a clustered layout")
     add_engine_flags(parser, (*COMMON, *FOLDS))
     add = parser.add_argument
-    add("--texts", nargs="+", default=[DEFAULT_TEXT], metavar="FILE", help="sample texts; default: Persuasion")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--texts", nargs="+", default=[DEFAULT_TEXT], metavar="FILE", help="sample texts; default: Persuasion"
+    )
+    what.add_argument("--chains", type=int, metavar="LINES", help="or programs of `eval chains` with their answers")
     add("--tokens", type=int, default=2048, help="tokens per sample (default: %(default)s)")
     add("--samples", type=int, default=50, help="samples per text at most (default: %(default)s)")
     add("--scorer", default="snapkv", help="scorer spec (default: %(default)s)")
@@ -196,7 +204,7 @@ def _add_profile(subparsers: Any) -> None:
     size.add_argument("--ratio", help="or the kept share of a sample's rows, such as 1/4")
     add("--scope", default="cross", help="rank the heads of all layers together ('cross') or of each ('layer')")
     add("--heads-per-page", type=int, help="heads per page that the report assumes; default: those of a layer")
-    add("--out", type=Path, required=True, help="profile file to write (.npz)")
+    add("--out", type=new_file, required=True, help="profile file to write (.npz)")
     parser.set_defaults(func=run_profile_command)
 
 
@@ -209,11 +217,9 @@ def run_profile_command(args: argparse.Namespace) -> int:
     config = EngineConfig.from_options(**options)
     if args.tokens < 1 or args.tokens % config.period:
         raise InputError("tokens", f"got {args.tokens}, must be a positive multiple of kv_buffer ({config.period})")
-    if not args.out.parent.is_dir():
-        raise InputError("out", f"the folder {args.out.parent} does not exist")
-    texts = [load_text(source) for source in args.texts]
+    texts = [] if args.chains is not None else [load_text(source) for source in args.texts]
     loaded = load_model(config)
-    samples = []
+    samples = _programs(args) if args.chains is not None else []
     for text in texts:
         samples += cut_samples(encode_text(loaded.tokenizer, text), args.tokens)[: args.samples]
     if not samples:
@@ -224,5 +230,20 @@ def run_profile_command(args: argparse.Namespace) -> int:
     table = Table("figure", "value", title=f"{args.out}: {len(samples)} samples of {args.tokens} tokens")
     for name, value in profile_report(profile, heads_per_page).items():
         table.add_row(name, f"{value:.3f}")
-    Console().print(table)
+    console().print(table)
     return 0
+
+
+def _programs(args: argparse.Namespace) -> list[list[int]]:
+    """The beginnings of so many programs with their answers; others than `eval chains` asks for."""
+    import torch
+
+    from pagefold.eval.chains import draw_programs
+
+    if args.samples < 1:
+        raise InputError("samples", f"got {args.samples}, must be an integer >= 1")
+    programs = draw_programs(args.samples, args.chains, torch.Generator().manual_seed(PROFILE_SEED))
+    if args.tokens >= programs.shape[1]:
+        limit = f"programs of {args.chains} lines have {programs.shape[1]}, one of them after the sample"
+        raise InputError("tokens", f"got {args.tokens}; {limit}")
+    return programs[:, : args.tokens + 1].tolist()

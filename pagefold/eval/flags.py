@@ -4,6 +4,7 @@ import argparse
 import re
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from pagefold.core.config import EngineConfig, ModelConfig
@@ -29,6 +30,14 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that were given."""
     names = {leaf.name for leaf in EngineConfig.leaves()}
     return {name: value for name, value in vars(args).items() if name in names}
+
+
+def new_file(text: str) -> Path:
+    """A parser of files to write: hours of work must not end in a folder that is not there."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text!r}, the folder {path.parent} does not exist")
+    return path
 
 
 def listed(separator: str = ",") -> Callable[[str], list[str]]:

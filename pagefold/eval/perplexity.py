@@ -21,6 +21,7 @@ from tqdm import tqdm
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.build import Loaded
+from pagefold.eval.answers import check_engines
 from pagefold.eval.statistics import bootstrap
 from pagefold.eval.teacher import Comparison, Teacher, compare
 from pagefold.eval.texts import cut_windows, parse_share, share_rows
@@ -46,16 +47,27 @@ class Variant:
 
 
 def make_variants(
-    formats: Iterable[str], scorers: Iterable[str], shares: Iterable[str], window: int, page_size: int, buffer: int
+    formats: Iterable[str],
+    scorers: Iterable[str],
+    shares: Iterable[str],
+    window: int,
+    page_size: int,
+    buffer: int,
+    layouts: Iterable[str] = (),
 ) -> list[Variant]:
-    """The baseline, each format with all rows kept, and each scorer at each budget, folding every `buffer` tokens."""
+    """The baseline, each format with all rows kept, and each scorer at each budget, folding every `buffer` tokens, in
+    the common head layout and in each of `layouts`."""
     variants = [Variant(BASELINE)]
     variants += [Variant(f"{BASELINE} {fmt}", {"kv_format": fmt}) for fmt in formats]
+    folded = []
     for share in shares:
         rows = share_rows(window, parse_share(share, "budgets"), page_size)
         for scorer in scorers:
             options = {"kv_eviction": scorer, "kv_budget": rows, "kv_buffer": buffer, "kv_prefill_buffer": buffer}
-            variants.append(Variant(f"{scorer} {share}", options, share))
+            folded.append(Variant(f"{scorer} {share}", options, share))
+    variants += folded
+    for layout in layouts:
+        variants += [Variant(f"{v.name} {layout}", {**v.options, "kv_layout": layout}, v.share) for v in folded]
     return variants
 
 
@@ -79,6 +91,7 @@ def run_perplexity(
     windows = cut_windows(ids, window, bos)
     if not windows:
         raise InputError("tokens", f"got {len(ids)} tokens of text, at least 2 are needed")
+    check_engines(loaded, ({**options, **variant.options} for variant in variants))
     dtype = str(loaded.decoder.dtype).removeprefix("torch.")
     text = hashlib.sha256(np.array(ids, np.int64).tobytes()).hexdigest()[:16]
     known = load_records(path)
@@ -178,19 +191,32 @@ def paired_gain(record: dict[str, Any], rival: dict[str, Any]) -> list[float]:
 
 
 def verdicts(records: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per budget: do the scorers that look at attention beat random and recency, beyond the interval?"""
-    lines = []
-    for share in dict.fromkeys(r["share"] for r in records if r["share"]):
-        here = {r["settings"]["kv_eviction"]: r for r in records if r["share"] == share}
+    """A line per budget and layout: do the scorers that look at attention beat random and recency, beyond the interval?
+    And a line per layout and budget: does it beat the layout that the budget's first record has?"""
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for r in (r for r in records if r["share"]):
+        groups.setdefault((r["share"], _layout(r)), {})[r["settings"]["kv_eviction"]] = r
+    lines, against, first = [], [], {}
+    for (share, layout), here in groups.items():
         looks, blind = ([spec for spec in here if spec.partition(":")[0] in names] for names in (LOOKS, BLIND))
-        parts = []
-        for scorer, rival in itertools.product(looks, blind):
-            mean, low, high = paired_gain(here[scorer], here[rival])
-            word = "beats" if low > 0 else "loses to" if high < 0 else "ties with"
-            parts.append(f"{scorer} {word} {rival} ({mean:+.4f} nats [{low:+.4f}, {high:+.4f}])")
+        parts = [_duel(*pair, here[pair[0]], here[pair[1]]) for pair in itertools.product(looks, blind)]
+        where = f" in {layout}" if (common := first.setdefault(share, here)) is not here else ""
         if parts:
             clear = "yes" if all(" beats " in part for part in parts) else "no"
             rows = next(iter(here.values()))["settings"]["kv_budget"]
             question = f"do {' and '.join(looks)} beat {' and '.join(blind)}?"
-            lines.append(f"budget {share} ({rows} rows): {question} {clear}: {'; '.join(parts)}")
-    return lines
+            lines.append(f"budget {share} ({rows} rows){where}: {question} {clear}: {'; '.join(parts)}")
+        if where:
+            parts = [_duel(spec, "itself", r, common[spec]) for spec, r in here.items()]
+            against.append(f"{layout} at {share}, against {_layout(next(iter(common.values())))}: {'; '.join(parts)}")
+    return lines + against
+
+
+def _layout(record: dict[str, Any]) -> str:
+    return record["settings"].get("kv_layout", "uniform")
+
+
+def _duel(name: str, rival_name: str, record: dict[str, Any], rival: dict[str, Any]) -> str:
+    mean, low, high = paired_gain(record, rival)
+    word = "beats" if low > 0 else "loses to" if high < 0 else "ties with"
+    return f"{name} {word} {rival_name} ({mean:+.4f} nats [{low:+.4f}, {high:+.4f}])"

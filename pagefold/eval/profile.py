@@ -37,7 +37,7 @@ class ScoreRecorder(Compressor):
         shape = (*self.kv.group_of.shape, ctx.max_src)
         if self.scores_of.shape != shape:
             self.scores_of = np.full(shape, np.nan, np.float32)
-        self.scores_of[ctx.layers.numpy(), ctx.heads.numpy()] = scores.float().numpy()
+        self.scores_of[ctx.layers.cpu().numpy(), ctx.heads.cpu().numpy()] = scores.float().cpu().numpy()
         return scores
 
 

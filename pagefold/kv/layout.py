@@ -61,14 +61,25 @@ class HeadLayout:
         return out
 
     def budgets(self, budget: int, page_size: int, floor: int) -> np.ndarray:
-        """Rows each head of a group keeps after a compaction.
+        """Rows each head of a group keeps after a compaction: as many over all groups as if every group had the budget
+        in whole pages, so that layouts are compared at equal memory.
 
         budget   mean rows per head
         floor    rows that selection protects (sinks and window); no group gets less
-        Returns int32[G], multiples of `page_size`.
+        Returns int32[G], multiples of `page_size`. What the floor gives to groups that want less, the others lack in
+        proportion to their weights; pages left over by rounding go to those that lack the largest part of one.
         """
-        rows = np.clip(self.weight * budget, max(floor, 1), 1 << 30)  # counts are int32
-        return (np.maximum(np.round(rows / page_size), -(-floor // page_size)).clip(1) * page_size).astype(np.int32)
+        least = max(1, -(-floor // page_size))
+        each = max(least, round(budget / page_size))
+        order = np.argsort(-self.weight, kind="stable")
+        above = np.arange(1, self.num_groups + 1)  # groups above the floor, if so many are
+        scale = (each * self.num_groups - (self.num_groups - above) * least) / self.weight[order].cumsum()
+        most = np.flatnonzero(self.weight[order] * scale > least - 1e-6)[-1]
+        wanted = np.maximum(self.weight * scale[most], least)
+        pages = np.floor(wanted)
+        left = int(each * self.num_groups - pages.sum())
+        pages[np.argsort(pages - wanted, kind="stable")[:left]] += 1
+        return (np.minimum(pages, (1 << 30) // page_size) * page_size).astype(np.int32)  # counts are int32
 
 
 def set_apart(layout: HeadLayout, layers: Collection[int]) -> HeadLayout:

@@ -229,7 +229,7 @@ class KVManager(PageHolder):
             self._give_back(kv, COLD, pages[source & was_cold])
             source &= ~was_cold
         hot, sources = self.pools[HOT], pages[source]
-        self.pages_copied += int(((hot.refs[sources] > 1) | hot.cached[sources]).sum())
+        self.pages_copied += int(((hot.refs[sources] > 1) | (hot.memories[sources] > 0)).sum())
         self._give_back(kv, HOT, sources)
         tail = index >= (first + num_dst)[:, None]
         moved = pages[np.arange(len(groups))[:, None], np.minimum(index + tail * shrink[:, None], end - 1)]

@@ -3,6 +3,7 @@
 import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
@@ -78,14 +79,19 @@ class PrefixCache:
         """Forget idle pages, least recently used first, until the pool has `num_free` free ones."""
         if self._barren == self.pool.times_idled:
             return
-        for _ in range(len(self._entries)):
-            if self.pool.num_free >= num_free:
-                return
-            key, entry = self._entries.popitem(last=False)
-            if self.pool.refs[entry.pages].all():
-                self._entries[key] = entry  # in use: forgetting it frees nothing
-            else:
-                self.pool.forget(entry.pages)
+        left, batch = len(self._entries), 4
+        while left:
+            oldest = [*islice(self._entries.items(), min(batch, left))]
+            in_use = np.all(self.pool.refs[np.stack([entry.pages for _, entry in oldest])], axis=1).tolist()
+            for (key, entry), used in zip(oldest, in_use, strict=True):
+                if self.pool.num_free >= num_free:
+                    return
+                if used:
+                    self._entries.move_to_end(key)  # forgetting it frees nothing
+                else:
+                    del self._entries[key]
+                    self.pool.forget(entry.pages)
+            left, batch = left - len(oldest), min(2 * batch, 256)
         self._barren = self.pool.times_idled
 
     def count_memories(self) -> np.ndarray:

@@ -129,7 +129,8 @@ class KVState:
         trunk         what it grew from, if it resumed
         num_indexed   leading pages the prefix cache was told of; -1: no more, since a fold is visible
         window_start  token whose query goes to index 0 of the window of the next event, 0 if there is none
-        quiet_until   up to this token count one more token needs nothing but its place: no page, window or fold
+        quiet_until   up to this token count a step that decodes needs nothing but a place for one more token: no page,
+                      window or fold
 
     All groups stay in phase: what a group has evicted is a multiple of the page size, so every group opens a new
     page at the same token.
@@ -252,10 +253,11 @@ class KVState:
         self._next, self._due, self.quiet_until = None, None, 0
 
     def note_quiet(self) -> None:
-        """Look ahead to the next token that needs more than its place, so that those before it are planned at once."""
+        """Look ahead, while decoding, to the next token that needs more than its place: those before it are planned
+        without looking."""
         event, window_from = self.upcoming()
         self.window_start = 0 if event is None else event - self.policy.window
-        until = -(-self.num_tokens // self.page_size) * self.page_size
+        until = min(-(-self.num_tokens // self.page_size) * self.page_size, self.last)
         if event is not None:
             until = min(until, event - 1)
         if window_from is not None and not self.window_slot:

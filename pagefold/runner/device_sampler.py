@@ -10,18 +10,18 @@ knows: penalties and bad words take it from there.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagefold.backends.triton.sampling import draw, pack_rules
+from pagefold.backends.triton.sampling import draw
 from pagefold.backends.upload import upload
-from pagefold.core.types import SampleSpec, TokenLogprobs
+from pagefold.core.types import Samples, SampleSpec, TokenLogprobs
+from pagefold.runner.habits import Habit, KnownSpecs
 from pagefold.runner.sampler import (
     has_edits,
-    is_greedy,
     known_ids,
     logprob_entries,
     race_key,
@@ -33,7 +33,6 @@ from pagefold.runner.sampler import (
 T = TypeVar("T", np.ndarray, Tensor)
 V = TypeVar("V")
 BLOCK = 1024  # ids that kernels look at together: the fewer, the more of a row its cuts can skip
-_LOG2_E = math.log2(math.e)
 _RANKED_AT_ONCE = 64  # rows whose log-probabilities are taken together
 
 
@@ -42,7 +41,7 @@ class _Readback:
 
     def __init__(self, *parts: Tensor):
         self._shapes = [part.shape for part in parts]
-        packed = torch.cat([part.reshape(-1) for part in parts])
+        packed = torch.cat([part.reshape(-1) for part in parts]) if len(parts) != 1 else parts[0].reshape(-1)
         self._host, self._event = packed, None
         if packed.device.type == "cuda":
             self._host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
@@ -140,12 +139,13 @@ class DeviceSampler:
         self._device = torch.device(device)
         self._salts = race_salts(vocab_size).to(self._device)
         self._unedited = torch.empty(0, vocab_size, dtype=torch.float32, device=self._device)
-        self._habits: _Kept[_Habit] = _Kept()  # of parameters
+        self._known = KnownSpecs()
+        self._habits: _Kept[Habit] = _Kept()  # of parameters
         self._prompts: _Kept[np.ndarray] = _Kept()  # distinct ids
         self._outputs: _Kept[_Counts] = _Kept()
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, specs: Sequence[SampleSpec], last: Tensor) -> Draw:
+    def launch(self, logits: Tensor, specs: Samples, last: Tensor) -> Draw:
         """Start drawing the next id of every row.
 
         logits   bf16, fp16 or fp32 [N, >= vocab_size], left unchanged
@@ -158,21 +158,19 @@ class DeviceSampler:
             return Draw(torch.empty(0, dtype=torch.int64, device=self._device), [], [], [])
         for kept in (self._habits, self._prompts, self._outputs):
             kept.turn()
-        habits = [self._habits.of(spec.params, lambda s=spec: _Habit.make(s, self.vocab_size)) for spec in specs]
-        rows = [
-            row
-            for row, (spec, habit) in enumerate(zip(specs, habits, strict=True))
-            if (habit.may_edit or spec.mask is not None) and has_edits(spec, _num_output(spec))
-        ]
-        asked = [row for row, habit in enumerate(habits) if habit.num_ranked is not None]
-        counts = [habits[row].num_ranked or 0 for row in asked]
-        edits = self._edits(rows, specs, habits) if rows else ()
-        rules = self._rules(rows, specs, habits)
-        rules, asked_rows, *sent = upload([rules, np.array(asked, np.int64), *edits], self._device)
-        edited = self._edit(logits, last, _Edits(*sent)) if sent else self._unedited
-        ids = draw(logits, edited, rules.view(len(specs), -1), self._salts, BLOCK)
-        ranks = self._rank(logits, asked_rows, ids[asked_rows].clamp(min=0), max(counts)) if asked else []
-        return Draw(ids, ranks, asked, counts)
+        rules, may_edit, num_ranked = self._known.of(cast(list[SampleSpec], specs.lasting), self._habit)
+        rules[:, 1] = race_key(rules[:, 1].view(np.uint64), specs.positions.view(np.uint64)).view(np.int64)
+        edited = {row: spec for row in np.flatnonzero(may_edit).tolist() if (spec := specs[row]) and _is_edited(spec)}
+        if edited:
+            rules[[*edited], 0] = np.arange(len(edited))
+        asked = np.flatnonzero(num_ranked >= 0)
+        counts = num_ranked[asked].tolist()
+        edits = self._edits(edited) if edited else ()
+        rules, asked_rows, *sent = upload([rules, asked, *edits], self._device)
+        rows = self._edit(logits, last, _Edits(*sent)) if sent else self._unedited
+        ids = draw(logits, rows, rules.view(len(specs), -1), self._salts, BLOCK)
+        ranks = self._rank(logits, asked_rows, ids[asked_rows].clamp(min=0), max(counts)) if counts else []
+        return Draw(ids, ranks, asked.tolist(), counts)
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> PromptRanks:
@@ -190,24 +188,17 @@ class DeviceSampler:
         ids, logprobs, ranks = (torch.cat(column) for column in zip(*parts))
         return [ids, logprobs.double().view(torch.int64), ranks]
 
-    def _rules(self, rows: list[int], specs: Sequence[SampleSpec], habits: list["_Habit"]) -> np.ndarray:
-        source = np.full(len(specs), -1)
-        source[rows] = np.arange(len(rows))
-        seeds = np.array([spec.seed for spec in specs], np.int64).view(np.uint64)
-        positions = np.array([spec.position for spec in specs], np.uint64)
-        cuts = np.array([habit.cuts for habit in habits])  # float64 holds every top_k
-        sharpness, floor, top_k, top_p = np.ascontiguousarray(cuts.T)
-        return pack_rules(source, race_key(seeds, positions), sharpness, floor, top_k.astype(np.int64), top_p)
+    def _habit(self, spec: SampleSpec) -> Habit:
+        return self._habits.of(spec.params, lambda: Habit.make(spec, self.vocab_size))
 
-    def _edits(self, rows: list[int], specs: Sequence[SampleSpec], habits: list["_Habit"]) -> _Edits[np.ndarray]:
-        """Everything about the edits that the host knows. What a step costs here must not grow with the lengths of
-        prompts and outputs but by copying their distinct ids."""
+    def _edits(self, edited: dict[int, SampleSpec]) -> _Edits[np.ndarray]:
+        """Everything that the host knows about the rows that have edits. What a step costs here must not grow with the
+        lengths of prompts and outputs but by copying their distinct ids."""
         lists: dict[str, list[np.ndarray]] = {name: [np.empty(0, np.int64)] for name in _Edits._fields[5:]}
         lists["bias"] = [np.empty(0)]
         add = lambda name, values: lists[name].append(np.asarray(values, lists[name][0].dtype))  # noqa: E731
-        edited = [specs[row] for row in rows]
-        for row, (spec, habit) in enumerate(zip(edited, (habits[row] for row in rows), strict=True)):
-            p, first = spec.params, row * self.vocab_size
+        for row, spec in enumerate(edited.values()):
+            p, first, habit = spec.params, row * self.vocab_size, self._habit(spec)
             if p.allowed_token_ids is not None:
                 add("narrow", [row])
                 add("allowed", first + habit.allowed)
@@ -234,10 +225,11 @@ class DeviceSampler:
                 if p.frequency_penalty != 0 or p.presence_penalty != 0:
                     add("counted", first + ids)
                     add("times", times)
-        column = lambda name, spare: np.array([*(getattr(spec.params, name) for spec in edited), spare]).view(np.int64)  # noqa: E731
+        specs = edited.values()
+        column = lambda name, spare: np.array([*(getattr(spec.params, name) for spec in specs), spare]).view(np.int64)  # noqa: E731
         return _Edits(
-            rows=np.array([*rows, 0]),
-            waits=np.array([*(_num_output(spec) > len(spec.output) for spec in edited), 0], np.int64),
+            rows=np.array([*edited, 0]),
+            waits=np.array([*(_num_output(spec) > len(spec.output) for spec in specs), 0], np.int64),
             repetition=column("repetition_penalty", 1.0),
             frequency=column("frequency_penalty", 0.0),
             presence=column("presence_penalty", 0.0),
@@ -295,32 +287,6 @@ class _Kept(Generic[V]):
         return entry[1]
 
 
-class _Habit(NamedTuple):
-    """What the parameters of a request say of each of its draws; ids are int64 arrays."""
-
-    may_edit: bool
-    num_ranked: int | None
-    cuts: tuple[float, float, int, float]
-    allowed: np.ndarray
-    stops: np.ndarray
-    biased: np.ndarray
-    bias: np.ndarray
-
-    @classmethod
-    def make(cls, spec: SampleSpec, vocab_size: int) -> "_Habit":
-        p = spec.params
-        bias = {id: value for id, value in (p.logit_bias or {}).items() if 0 <= id < vocab_size}
-        return cls(
-            may_edit=has_edits(spec, 0) or has_edits(spec, 1),
-            num_ranked=p.logprobs,
-            cuts=_cuts(spec, vocab_size),
-            allowed=known_ids(p.allowed_token_ids or (), vocab_size),
-            stops=known_ids(spec.stop_ids, vocab_size),
-            biased=known_ids(bias, vocab_size),
-            bias=np.array(list(bias.values()), np.float64),
-        )
-
-
 class _Counts:
     """The distinct ids of an output that grows, and how often each occurs."""
 
@@ -343,6 +309,10 @@ class _Counts:
         return ids, times
 
 
+def _is_edited(spec: SampleSpec) -> bool:
+    return has_edits(spec, _num_output(spec))
+
+
 def _num_output(spec: SampleSpec) -> int:
     """Tokens generated so far, whether the spec knows the newest one or not."""
     return spec.position - len(spec.prompt)
@@ -353,16 +323,6 @@ def _forbidden_after(word: tuple[int, ...], spec: SampleSpec) -> int | None:
     if len(word) > 1 and _num_output(spec) > len(spec.output):
         return word[-2] if would_end(word[:-1], spec.output) else None
     return -1 if would_end(word, spec.output) else None
-
-
-def _cuts(spec: SampleSpec, vocab_size: int) -> tuple[float, float, int, float]:
-    """(sharpness, floor, top_k, top_p) as `pack_rules` wants them."""
-    p = spec.params
-    if is_greedy(spec):
-        return 0.0, -math.inf, vocab_size, math.inf
-    floor = p.temperature * math.log(p.min_p) if p.min_p > 0 else -math.inf
-    top_k = p.top_k if 0 < p.top_k < vocab_size else vocab_size
-    return _LOG2_E / p.temperature, floor, top_k, p.top_p if p.top_p < 1 else math.inf
 
 
 # Places that occur twice among those written below get the same number twice.

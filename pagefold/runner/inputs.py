@@ -1,7 +1,6 @@
 """From a `StepPlan` to the numbers of one forward pass."""
 
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from pagefold.core.types import StepPlan
 
 @dataclass
 class Batch:
-    """A plan's chunks as columns, in host memory, all int64. `ForwardInputs` says what they mean.
+    """A plan's chunks as columns, in host memory, all integers. `ForwardInputs` says what they mean.
 
     tokens   -1 is the token drawn last for the slot
     """
@@ -36,17 +35,19 @@ class Batch:
 
 def batch_of(plan: StepPlan) -> Batch:
     """Query j of a window is the query of token window_start + j; the tokens of a chunk before that are not kept."""
-    numbers = np.fromiter(chain.from_iterable(plan.chunks), np.int64)  # numpy looks at each named tuple for long
-    slots, starts, lens, num_logits, window_slot, window_start = numbers.reshape(len(plan.chunks), -1).T
-    offset = np.arange(lens.sum()) - np.repeat(lens.cumsum() - lens, lens)
-    positions = np.repeat(starts, lens) + offset
-    window_index = positions - np.repeat(window_start, lens)
-    kept = (np.repeat(window_slot, lens) > 0) & (window_index >= 0)
+    slots, starts, lens, num_logits, window_slot, window_start = plan.chunks.columns
+    positions = starts
+    if len(plan.tokens) > len(slots):  # else each chunk is one token
+        chunk = np.repeat(np.arange(len(lens)), lens)  # of each token
+        positions = np.arange(len(chunk)) + (starts - (lens.cumsum() - lens))[chunk]
+        window_slot, window_start = window_slot[chunk], window_start[chunk]
+    window_index = positions - window_start
+    kept = (window_slot > 0) & (window_index >= 0)
     return Batch(
-        tokens=plan.tokens.astype(np.int64),
+        tokens=plan.tokens,
         positions=positions,
-        window_slots=np.where(kept, np.repeat(window_slot, lens), 0),
-        window_index=np.where(kept, window_index, 0),
+        window_slots=window_slot * kept,
+        window_index=window_index * kept,
         slots=slots,
         q_lens=lens,
         seq_lens=starts + lens,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagefold.backends.base import Backend, KVView
 from pagefold.backends.upload import upload
-from pagefold.core.types import SampleSpec, StepPlan, StepResult, TableEdits, TokenLogprobs
+from pagefold.core.types import Samples, StepPlan, StepResult, TableEdits, TokenLogprobs
 from pagefold.runner.compressor import Compressor
 from pagefold.runner.graphs import DecodeGraphs
 from pagefold.runner.inputs import batch_of, forward_inputs
@@ -34,7 +34,7 @@ class Launched:
     """
 
     step: int
-    samples: list[SampleSpec | None]
+    samples: Samples
     draw: Draw | None
     ranks: dict[int, list[PromptRanks]]
     failed: dict[int, str] = field(default_factory=dict)
@@ -44,10 +44,12 @@ class Launched:
         ids: list[int | None] = [None] * len(self.samples)
         logprobs: list[TokenLogprobs | None] = [None] * len(self.samples)
         if self.draw:
-            drawn = zip(*self.draw.result(), strict=True)
-            for n, spec in enumerate(self.samples):
-                if spec is not None:
-                    ids[n], logprobs[n] = next(drawn)
+            drawn = self.draw.result()
+            if len(drawn[0]) == len(ids):
+                ids, logprobs = drawn
+            else:
+                for n, token, entry in zip(self.samples.drawn, *drawn, strict=True):
+                    ids[n], logprobs[n] = token, entry
         return StepResult(
             self.step,
             ids,
@@ -105,7 +107,7 @@ class ModelRunner:
         for mover in self.movers:
             mover.run(plan.swaps)
         if not plan.chunks:
-            return Launched(plan.step, [], None, {})
+            return Launched(plan.step, plan.samples, None, {})
         batch = batch_of(plan)
         if self.graphs and self.graphs.fits(batch):
             hidden, last, slots = self.graphs.replay(batch)
@@ -118,14 +120,11 @@ class ModelRunner:
         for i, (targets, k) in plan.prompt_targets.items():
             first = ends[i] - batch.num_logits[i]
             ranks[i] = self._rank(hidden[first : first + len(targets)], targets, k)
-        specs = [spec for spec in plan.samples if spec is not None]
-        draw = None
+        specs, draw = plan.samples.only_drawn(), None
         if specs:
             if len(specs) < len(ends) or len(specs) < len(hidden):
                 # the last row of a chunk's logits is drawn from; the others are the prompt's
-                chunks = np.flatnonzero(batch.num_logits)[
-                    [n for n, spec in enumerate(plan.samples) if spec is not None]
-                ]
+                chunks = np.flatnonzero(batch.num_logits)[plan.samples.drawn]
                 rows, slots = upload([ends[chunks] - 1, batch.slots[chunks]], self.device)
                 hidden, last = hidden[rows], last[rows]
             draw = self.sampler.launch(self.model.logits(hidden), specs, last)
@@ -151,15 +150,23 @@ class ModelRunner:
         ]
 
     def _apply(self, edits: TableEdits) -> None:
+        if not len(edits.pages) and not len(edits.lengths):
+            return
         kv = self.kv
         num_groups, max_pages = kv.page_table.shape[1:]
-        if len(edits.pages):
-            slot, group, index, page = edits.pages.T.astype(np.int64)
-            at, pages = upload([(slot * num_groups + group) * max_pages + index, page], self.device)
-            kv.page_table.view(-1).index_copy_(0, at, pages.int())
-        if len(edits.lengths):
-            slot, group, rows, cold = edits.lengths.T.astype(np.int64)
-            self._evicted[slot, group] = rows
-            at, rows, cold = upload([slot * num_groups + group, rows, cold], self.device)
-            kv.evicted.view(-1).index_copy_(0, at, rows.int())
-            kv.cold.view(-1).index_copy_(0, at, cold.int())
+        slot, group, index, page = edits.pages.T.astype(np.int64)
+        owner, part, rows, cold = edits.lengths.T.astype(np.int64)
+        at = (slot * num_groups + group) * max_pages + index, owner * num_groups + part
+        pages_at, lengths_at, *values = upload([*at, page, rows, cold], self.device)
+        page, evicted, cold = (_as_int32(column) for column in values)
+        if len(page):
+            kv.page_table.view(-1).index_copy_(0, pages_at, page)
+        if len(evicted):
+            self._evicted[owner, part] = rows
+            kv.evicted.view(-1).index_copy_(0, lengths_at, evicted)
+            kv.cold.view(-1).index_copy_(0, lengths_at, cold)
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """Small numbers of int64[N], without a copy: their low halves."""
+    return x.view(torch.int32)[::2]

@@ -314,7 +314,7 @@ def _best(x: Tensor, num: int) -> Tensor:
 
 def _race(weights: Tensor, salts: Tensor, specs: list[SampleSpec]) -> Tensor:
     """The column of float64 weights[M, C] that wins each row's race; the columns are the ids of salts[C] or [M, C]."""
-    keys = [_signed(race_key(s.seed & _WORD, s.position)) for s in specs]
+    keys = [_signed(race_key(seed_key(s.seed & _WORD), s.position)) for s in specs]
     bits = salts ^ torch.tensor(keys, dtype=torch.int64, device=weights.device)[:, None]
     bits ^= (bits >> 32).bitwise_and_(_LOW_HALF)
     bits *= _signed(_MIX_A)
@@ -327,9 +327,14 @@ def race_salts(vocab_size: int) -> Tensor:
     return torch.from_numpy(_mix(np.arange(1, vocab_size + 1, dtype=np.uint64)).view(np.int64))
 
 
-def race_key(seed, position):
+def seed_key(seed):
+    """A seed, well mixed, on a Python int in [0, 2^64) or uint64[*]."""
+    return _mix(seed)
+
+
+def race_key(seed_key, position):
     """What seed and position bring to the hash, on Python ints in [0, 2^64) or uint64[*]."""
-    return _mix(_mix(seed) + position * _GOLDEN & _WORD)
+    return _mix(seed_key + position * _GOLDEN & _WORD)
 
 
 def _mix(z):

@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pagefold.core.types import SampleSpec, TokenLogprobs
+from pagefold.core.types import Samples, TokenLogprobs
 from pagefold.runner.sampler import Sampler, at_least_float32
 
 T = TypeVar("T")
@@ -34,10 +34,11 @@ class PromptRanks(Protocol):
 class StepSampler(Protocol):
     """Draws one token per row of logits [N, >= vocab_size].
 
+    specs  one per row, none of them None
     last   int64[N], the token before the one drawn: a spec of a step that was planned ahead may lack it
     """
 
-    def launch(self, logits: Tensor, specs: Sequence[SampleSpec], last: Tensor) -> Draw: ...
+    def launch(self, logits: Tensor, specs: Samples, last: Tensor) -> Draw: ...
 
     def prompt_logprobs(self, logits: Tensor, targets: Sequence[int], k: int) -> PromptRanks: ...
 
@@ -64,9 +65,10 @@ class HostSampler:
     def __init__(self, vocab_size: int):
         self._sampler = Sampler(vocab_size)
 
-    def launch(self, logits: Tensor, specs: Sequence[SampleSpec], last: Tensor) -> _HostDraw:
+    def launch(self, logits: Tensor, specs: Samples, last: Tensor) -> _HostDraw:
         whole = []
         for spec, token in zip(specs, last.tolist(), strict=True):
+            assert spec is not None
             known = len(spec.prompt) + len(spec.output)
             whole.append(spec if known == spec.position else replace(spec, output=[*spec.output, token]))
         return _HostDraw(self._sampler.sample(at_least_float32(logits), whole))

@@ -163,11 +163,18 @@ static inline void STORE(void *data, void *scale, int64_t row, float *restrict x
 
 @jit
 def device_hadamard(x, N: tl.constexpr, D: tl.constexpr):
-    """`hadamard` of float32[N, D]: the same sums in the same order."""
+    """`hadamard` of float32[N, D]: the same sums in the same order.
+
+    Channels stay where they are: a number meets its partner, stage + 1 bits away, as what is left of both when it is
+    taken out of their XOR. Where a warp has whole rows, that is a register or one shuffle.
+    """
+    sign = (1 - 2 * tl.arange(0, 2)).to(tl.float32)[None, None, :, None]
     for stage in tl.static_range(0, 10):
         if (1 << stage) < D:
-            a, b = tl.split(tl.reshape(x, (N, D // 2, 2)))
-            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (N, D))
+            pairs = tl.reshape(x, (N, D // 2 >> stage, 2, 1 << stage))
+            bits = pairs.to(tl.int32, bitcast=True)
+            partner = (bits ^ tl.xor_sum(bits, 2, keep_dims=True)).to(tl.float32, bitcast=True)
+            x = tl.reshape(partner + pairs * sign, (N, D))
     return x * (D**-0.5)
 
 
@@ -179,17 +186,48 @@ def device_finite(x):
 
 @jit
 def device_float16_above(x):
+    """float32"""
     x = tl.minimum(tl.maximum(x, 2.0**-24), 65504.0)
     near = x.to(tl.float16)
     above = (near.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
-    return tl.minimum(tl.where(near.to(tl.float32) < x, above.to(tl.float32), near.to(tl.float32)), 65504.0)
+    return tl.where(near.to(tl.float32) < x, above.to(tl.float32), near.to(tl.float32))
 
 
 @jit
-def device_codes(y, scale, LARGEST_CODE: tl.constexpr):
-    """Nearest codes, ties to even, as float32: adding and subtracting 1.5 * 2^23 leaves an integer."""
-    code = tl.div_rn(y, tl.broadcast_to(scale[:, None], y.shape)) + LARGEST_CODE * 0.5
-    return (tl.minimum(tl.maximum(code, 0.0), LARGEST_CODE * 1.0) + 12582912.0) - 12582912.0
+def quotient(y, scale, reciprocal):
+    """y / scale, rounded correctly, for float16 scales of any shape that broadcasts and their `reciprocal`s; numbers
+    and quotients below 2^-100 may be off. The plain way is branches, in every element.
+
+    A guess of 13 bits times a scale of 11 fits float32, so that the rest is exact, and one correction is enough: it is
+    for each of the 2^33 pairs of significands, whether the compiler fuses products and sums or not.
+    """
+    guess = ((y * reciprocal).to(tl.int32, bitcast=True) & -2048).to(tl.float32, bitcast=True)
+    return guess + (y - guess * scale) * reciprocal
+
+
+@jit
+def best_scale(y, CLIPS: tl.constexpr, LARGEST_CODE: tl.constexpr):
+    """float32[N]: the candidate scale of rows y[N, D] with the least squared error.
+
+    Codes are only nearly the nearest here: of a number that is half-way between two, to a rounding, either is as far
+    away. They are rounded as shares of the largest, which are cut to [0, 1] for free. Errors are summed in float32;
+    candidates that differ by less than it can tell are as good as each other.
+    """
+    MIDDLE: tl.constexpr = LARGEST_CODE * 0.5
+    widest = quotient(tl.max(tl.abs(y), 1), MIDDLE, 1 / MIDDLE)
+    best = device_float16_above(widest * CLIPS[0])
+    if len(CLIPS) > 1:
+        least = tl.full(widest.shape, float("inf"), tl.float32)
+        for clip in tl.static_range(len(CLIPS)):
+            candidate = device_float16_above(widest * CLIPS[clip])
+            root = tl.rsqrt(candidate)  # a division takes care of numbers that scales cannot be
+            share = tl.minimum(tl.maximum(y * (root * root * (1 / LARGEST_CODE))[:, None] + 0.5, 0.0), 1.0)
+            code = (share * LARGEST_CODE + 12582912.0) - 12582912.0  # 1.5 * 2^23: what is added to it is rounded
+            e = (code - MIDDLE) * candidate[:, None] - y
+            error = tl.sum(e * e, 1)
+            best = tl.where(error < least, candidate, best)
+            least = tl.minimum(error, least)
+    return best
 
 
 @jit
@@ -198,19 +236,13 @@ def store_mid_rise(data, scale, row, ok, x, N: tl.constexpr, D: tl.constexpr, BI
     PARTS: tl.constexpr = 8 // BITS
     LARGEST_CODE: tl.constexpr = 2**BITS - 1
     y = device_hadamard(device_finite(x), N, D)
-    amax = tl.max(tl.abs(y), 1)
-    widest = tl.div_rn(amax, tl.full(amax.shape, LARGEST_CODE * 0.5, tl.float32))
-    least = tl.full(amax.shape, float("inf"), tl.float32)
-    best = widest
-    for clip in tl.static_range(len(CLIPS)):
-        candidate = device_float16_above(widest * CLIPS[clip])
-        e = (device_codes(y, candidate, LARGEST_CODE) - LARGEST_CODE * 0.5) * candidate[:, None] - y
-        error = tl.sum(e * e, 1)
-        best = tl.where(error < least, candidate, best)
-        least = tl.minimum(error, least)
-    code = tl.reshape(device_codes(y, best, LARGEST_CODE).to(tl.int32), (N, PARTS, D // PARTS))
+    best = best_scale(y, CLIPS, LARGEST_CODE)
+    step = best[:, None]
+    code = quotient(y, step, quotient(1.0, step, 1.0 / step)) + LARGEST_CODE * 0.5
+    code = tl.minimum(tl.maximum(code, 0.0), LARGEST_CODE * 1.0) + 12582912.0  # its lowest bits are the nearest code
+    parts = tl.reshape(code.to(tl.int32, bitcast=True) & LARGEST_CODE, (N, PARTS, D // PARTS))
     shift = tl.arange(0, PARTS) * BITS
-    packed = tl.sum(code << shift[None, :, None], 1).to(tl.uint8)
+    packed = tl.sum(parts << shift[None, :, None], 1).to(tl.uint8)
     j = tl.arange(0, D // PARTS)
     tl.store(data + row[:, None] * (D // PARTS) + j[None, :], packed, mask=ok[:, None])
     tl.store(scale + row, best.to(tl.float16), mask=ok)

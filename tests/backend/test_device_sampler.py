@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
-from pagefold.core.types import SampleSpec, SamplingParams, TokenLogprobs
+from pagefold.core.types import Samples, SampleSpec, SamplingParams, TokenLogprobs
 from pagefold.runner import device_sampler
 from pagefold.runner.device_sampler import DeviceSampler
 from pagefold.runner.sampler import Sampler, is_greedy
@@ -113,7 +113,7 @@ def random_logits(seed: int, rows: int, vocab: int, dtype: torch.dtype = torch.b
 
 
 def start(sampler: DeviceSampler, x: torch.Tensor, specs: list[SampleSpec], last: list[int] | None = None):
-    return sampler.launch(x, specs, torch.tensor(last or [0] * len(specs), device=x.device))
+    return sampler.launch(x, Samples.of(specs), torch.tensor(last or [0] * len(specs), device=x.device))
 
 
 def drawn(x: torch.Tensor, specs: list[SampleSpec], last: list[int] | None = None) -> list[int | None]:

@@ -34,6 +34,8 @@ from pagefold.backends.triton.plan import (
     tile_tokens,
 )
 from pagefold.store.format import FORMATS, Plane, parse_format
+from pagefold.store.lowbit import quotient
+from pagefold.store.shim import jit, tl
 from tests.backend.cases import (
     LAYOUTS,
     Case,
@@ -229,7 +231,7 @@ def test_append_writes_the_same_bytes(layout, hot, cold):
 
 
 @interpreted
-@pytest.mark.parametrize("hot", ["fp16", "fp8", "int4", "k4v2"])
+@pytest.mark.parametrize("hot", ["fp16", "fp8", "int8", "int4", "k4v2"])
 def test_append_follows_the_policy_for_extremes(hot):
     case = Case(hot=hot, lengths=(12,), head_dim=64)
     ours = make_view(case)
@@ -238,6 +240,7 @@ def test_append_follows_the_policy_for_extremes(hot):
     tokens = new_tokens(ours, case, batch)
     _, k, v = split_heads(tokens, ours.group_of.shape[1])
     k[0, 0, 5], k[1, 1, 7], k[2, 0, 0], k[3], v[4, 1, 9], v[5] = torch.nan, torch.inf, -torch.inf, 0.0, 1e30, 1e-40
+    k[4], k[5], v[0], v[1, 0], v[2, 0, ::2] = k[4] * 1e-7, -1e-44, v[0] * 1e-38, -0.0, -1e-6
     TritonBackend().append(ours, 0, tokens.clone(), batch, None)
     Reference().append(theirs, 0, tokens, batch, None)
     assert differing(ours, theirs) == []
@@ -294,7 +297,33 @@ def test_append_writes_the_same_bytes_whatever_the_tile(monkeypatch, hot, tile):
 @given(st.integers(1, 20000), st.integers(1, 128), st.integers(1, 64), st.booleans())
 def test_tiles_of_append_are_powers_of_two(num_tokens, num_q, num_kv, rotate):
     tokens, heads, warps = append_tile(num_tokens, num_q, num_kv, rotate)
-    assert tokens * heads == next_power_of_2(tokens * heads) and heads == next_power_of_2(heads) and warps in (1, 4)
+    assert tokens * heads == next_power_of_2(tokens * heads) and heads == next_power_of_2(heads)
+    assert warps == next_power_of_2(warps) <= 8
+
+
+@jit
+def quotients(y, scale, guess, out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    b_s = tl.load(scale + o)
+    tl.store(out + o, quotient(tl.load(y + o), b_s, quotient(1.0, b_s, tl.load(guess + o))))
+
+
+@interpreted
+@pytest.mark.parametrize("ulps", [-3, 0, 3])
+@pytest.mark.parametrize("case", ["any", "half-way"])
+def test_append_divides_to_the_last_bit(case, ulps):
+    """Numbers by every float16 scale, with a guess of its reciprocal that is some units off. Half-way: the numbers
+    whose quotients are closest to half-way between two float32."""
+    rng, n = torch.Generator().manual_seed(ulps), 1 << 19
+    scale = (torch.arange(n) % 0x7BFF + 1).to(torch.int16).view(torch.float16).float()  # 2^-24 to 65504
+    y = (torch.rand(n, generator=rng) + 1) * 2.0 ** torch.randint(-40, 19, (n,), generator=rng)
+    if case == "half-way":
+        y = (scale.double() * ((y / scale).double() * (1 + 2.0**-24))).float()
+    y *= torch.randint(0, 2, (n,), generator=rng) * 2 - 1
+    guess = ((1 / scale).view(torch.int32) + ulps).view(torch.float32)
+    out = torch.empty(n)
+    quotients[(1,)](y, scale, guess, out, N=n)
+    assert torch.equal(out, y / scale)
 
 
 @interpreted

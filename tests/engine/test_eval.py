@@ -18,7 +18,7 @@ from pagefold.eval.needle import CUE, QUESTION, make_needle, run_needle
 from pagefold.eval.perplexity import load_records, make_variants, paired_gain, run_perplexity
 from pagefold.eval.teacher import Comparison, Teacher, compare, log_probs
 from pagefold.eval.texts import cut_windows, encode_text, load_text, parse_share, share_rows
-from tests.engine.tiny import tiny_loaded, tiny_tokenizer
+from tests.engine.tiny import tiny_loaded, tiny_tokenizer, write_profile
 from tests.models.test_decoder import run as run_dense
 
 SIZE = 4
@@ -121,6 +121,20 @@ def test_verdicts_compare_token_by_token():
     assert "? yes:" in line and "snapkv beats recency" in line
     (line,) = perplexity.verdicts([record("snapkv", noise), record("recency", worse), record("random", better - 9)])
     assert "? no:" in line and "snapkv ties with recency" in line and "snapkv loses to random" in line
+
+
+def test_layouts_are_compared_with_the_common_one(tiny, tmp_path):
+    """Each scorer at each budget again in each layout, with the same rows; the same layout changes nothing."""
+    layout = f"clustered:profile={write_profile(tmp_path / 'p.npz')},heads_per_page=1"
+    variants = make_variants([], ["recency", "random"], ["1/2"], 32, SIZE, SIZE, [layout, "uniform"])
+    full, *folded = measure(tiny, variants)
+    assert [r["settings"].get("kv_layout") for r in folded] == [None, None, layout, layout, "uniform", "uniform"]
+    assert {r["settings"]["kv_budget"] for r in folded} == {16}
+    common, clustered, same = (r["overall"]["kl"][0] for r in folded[::2])
+    assert common == same != clustered
+    lines = perplexity.verdicts([full, *folded[:4]])
+    assert len(lines) == 1 and lines[0].startswith(f"{layout} at 1/2, against uniform: recency ")
+    assert "random" in lines[0]
 
 
 def test_intervals_hold_their_value_and_narrow_with_the_text():

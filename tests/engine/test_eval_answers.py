@@ -102,6 +102,16 @@ def test_the_engine_is_started_with_the_scorer_that_stores_the_most():
         make_variants(["random"], ["2"])
 
 
+def test_a_layout_or_format_that_cannot_be_is_refused_before_any_work(tiny):
+    task = make_task(check=lambda i, a: pytest.fail("a problem was answered"))
+    for wrong, variants in (
+        ("layout", make_variants(["recency"], ["1/2"], layouts=["clustered:profile=nowhere.npz"])),
+        ("format", make_variants([], [], formats=["int3"])),
+    ):
+        with pytest.raises(InputError, match=f"kv_{wrong}"):
+            run(tiny, task, variants)
+
+
 # ---- figures
 
 
@@ -138,6 +148,7 @@ def fill(samples: Samples, passed: dict[str, list[int]]) -> None:
                 "tokens": 10,
                 "compactions": 1,
                 "budget": None,
+                "rows_kept": 10,
                 "passed": bool(mark),
             }
             samples.add(sample)

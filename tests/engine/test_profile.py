@@ -1,14 +1,20 @@
 """Profiles: what they hold is what the scorer said, and an engine serves with them."""
 
+import argparse
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagefold import LLM
+from pagefold.cli import main
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.build import Loaded
+from pagefold.eval.chains import chains_task
+from pagefold.eval.cli import _programs
 from pagefold.eval.profile import cut_samples, fold_scores, head_shares, measure_profile
 from pagefold.kv.layouts.clustered import Clustered
 from pagefold.kv.profile import load_profile, save_profile
@@ -126,3 +132,18 @@ def test_the_built_in_model_serves_with_its_profile(tmp_path):
     llm = LLM("smollm2", dtype="float32", kv_layout=layout, kv_eviction="snapkv", kv_budget=64)
     (output,) = llm.generate(load_text()[2000:2800], SamplingParams(max_tokens=64, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 64 and output.kv.compactions > 0
+
+
+def test_a_model_without_text_is_profiled_on_programs(tmp_path, monkeypatch):
+    """Samples are programs with their answers, and none that `eval chains` asks."""
+    tiny = tiny_loaded()
+    monkeypatch.setattr("pagefold.engine.build.load_model", lambda _: replace(tiny, tokenizer=None))
+    words = ["profile", "tiny", "--page-size", "8", "--kv-window", "4", "--chains", "8", "--tokens", "64"]
+    words += ["--samples", "3", "--ratio", "1/2", "--out", str(tmp_path / "p.npz")]
+    assert main(words) == 0
+    profile = load_profile(tmp_path / "p.npz")
+    assert profile.meta["samples"] == 3 and profile.meta["tokens"] == [64, 64] and profile.mean.shape == (2, 2)
+    asked = chains_task(50, 8).prompts
+    args = argparse.Namespace(samples=3, chains=8, tokens=64)
+    assert all(tuple(ids[: len(asked[0])]) not in asked for ids in _programs(args))
+    assert main([*words[:-1], str(tmp_path / "q.npz"), "--tokens", "128"]) == 2

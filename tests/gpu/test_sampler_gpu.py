@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.backends.triton.sampling import draw
-from pagefold.runner.device_sampler import BLOCK, DeviceSampler, _Habit
+from pagefold.core.types import Samples
+from pagefold.runner.device_sampler import BLOCK, DeviceSampler
 from pagefold.runner.sampler import Sampler
 from tests.backend.test_device_sampler import (
     assert_drawn_from,
@@ -80,7 +81,7 @@ def test_a_launch_does_not_wait(sampler):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        launched = sampler.launch(x, specs, token)
+        launched = sampler.launch(x, Samples.of(specs), token)
         ranks = sampler.prompt_logprobs(x, last, 5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -114,12 +115,12 @@ def test_draws_of_256_rows_take_half_a_millisecond_at_most(name, sampler, capsys
     for num in (1, 64, 256, 512):
         x = torch.randn(num, VOCAB, device="cuda", dtype=torch.bfloat16) * 3
         specs = [spec(i, prompt=(1, 2, 3), **BATCHES[name]) for i in range(num)]
-        last = torch.zeros(num, dtype=torch.int64, device="cuda")
-        sampler.launch(x, specs, last).result()
+        samples, last = Samples.of(specs), torch.zeros(num, dtype=torch.int64, device="cuda")
+        sampler.launch(x, samples, last).result()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(5):
-            launched = sampler.launch(x, specs, last)
+            launched = sampler.launch(x, samples, last)
         host = (time.perf_counter() - begin) / 5
         launched.result()
         device = device_seconds(sampler, x, specs)
@@ -130,8 +131,7 @@ def test_draws_of_256_rows_take_half_a_millisecond_at_most(name, sampler, capsys
 
 
 def device_seconds(sampler: DeviceSampler, x: torch.Tensor, specs: list) -> float:
-    habits = [sampler._habits.of(s.params, lambda s=s: _Habit.make(s, VOCAB)) for s in specs]
-    rules = torch.from_numpy(sampler._rules([], specs, habits)).cuda()
+    rules = torch.from_numpy(sampler._known.of(specs, sampler._habit)[0].copy()).cuda()
     run = lambda: draw(x, sampler._unedited, rules, sampler._salts, BLOCK)  # noqa: E731
     run()
     torch.cuda.synchronize()

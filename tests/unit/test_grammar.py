@@ -16,7 +16,7 @@ pytest.importorskip("llguidance")
 from pagefold.core.types import InputError, Request, SampleSpec, SamplingParams
 from pagefold.engine import grammar
 from pagefold.engine.grammar import GrammarCompiler, Matcher, fill_masks
-from pagefold.runner.device_sampler import DeviceSampler, _Habit
+from pagefold.runner.device_sampler import DeviceSampler
 from pagefold.runner.sampler import Sampler, has_edits, mask_bits
 from tests.engine.tiny import BOS, EOS, assert_drained, drain, greedy, prompt_of, seeded, tiny_engine, tiny_tokenizer
 
@@ -223,7 +223,7 @@ def test_both_samplers_keep_to_the_mask_alike(vocab):
     rows = [row for row, spec in enumerate(specs) if has_edits(spec, 0)]
     assert rows == [0, 1, 2, 3, 4, 5, 7]
     device = DeviceSampler(vocab, "cpu")
-    edits = device._edits(rows, specs, [_Habit.make(spec, vocab) for spec in specs])
+    edits = device._edits({row: specs[row] for row in rows})
     edited = device._edit(logits, torch.zeros(8, dtype=torch.int64), type(edits)(*map(torch.from_numpy, edits)))
     for i, row in enumerate(rows[:-1]):
         assert set(torch.isfinite(edited[i]).nonzero().ravel().tolist()) == allowed[row]
@@ -240,7 +240,7 @@ def test_a_mask_that_allows_nothing_gives_no_id():
     spec = spec_of(0, pack(set(), 64))
     assert Sampler(64).sample(torch.zeros(1, 64), [spec])[0] == [None]
     device = DeviceSampler(64, "cpu")
-    edits = device._edits([0], [spec], [_Habit.make(spec, 64)])
+    edits = device._edits({0: spec})
     edited = device._edit(
         torch.zeros(1, 64), torch.zeros(1, dtype=torch.int64), type(edits)(*map(torch.from_numpy, edits))
     )

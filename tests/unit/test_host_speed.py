@@ -26,7 +26,7 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> "Worker":
         start = time.thread_time()
-        ids: list[int | None] = [None if spec is None else 7 for spec in plan.samples]
+        ids: list[int | None] = [None if spec is None else 7 for spec in plan.samples.lasting]
         self._result = StepResult(plan.step, ids, [None] * len(ids), {})
         self.seconds += time.thread_time() - start
         return self
@@ -93,10 +93,11 @@ def calls_of(engine: Engine, steps: int) -> int:
     return calls
 
 
-def test_pressure_mode_with_ample_memory_costs_the_host_a_few_calls_a_step():
-    """However many are running: rows that nobody asks to evict are those of a full cache."""
+def test_a_sequence_costs_the_host_calls_only_when_something_happens_to_it():
+    """Each opens a page once in so many steps, and nothing else happens. Neither does anything in pressure mode while
+    memory is ample: rows that nobody asks to evict are those of a full cache."""
     full, pressed = (
         calls_of(full_batch(1, **options), PAGE)
         for options in ({}, {"kv_eviction": "zipage", "kv_budget": 1024, "kv_evict_when": "pressure"})
     )
-    assert full > PAGE * RUNNING and pressed - full < PAGE * 20
+    assert full < PAGE * RUNNING * 2 and pressed - full < PAGE * 20

@@ -4,6 +4,10 @@ Rows (tokens) and channels lie on the M side of the matrix products and query he
 short as 8: scores^T = K q^T and out^T = V^T p^T. Rows are read as they are stored: what a format packs together comes
 as several tiles of 16-bit operands (see `DeviceCodec`), its bias is taken off per tile, its scale multiplies scores
 (K) and probabilities (V).
+
+Codes come by asynchronous copies, tiles ahead; scales are too short for those, so they are read a tile ahead by hand: a
+load that is waited for in every tile takes longer than the tile. Sums over rows are left to the end, or to the matrix
+units, because threads would have to exchange them in every tile; only the maximum is.
 """
 
 from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
@@ -11,6 +15,15 @@ from pagefold.backends.triton.ahead import fetch_only, start_next_and_wait
 from pagefold.backends.triton.weights import weight_reference
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
+
+
+@jit
+def tile_scales(k_scale, v_scale, page, i_t, stop, PS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Scales of K and V of the rows [i_t, i_t + N) of a head, 0 from `stop` on; 1 for all where there are none."""
+    row, ok = tile_rows(page, i_t, 0, PS, N), tl.arange(0, N) < stop - i_t
+    of_k = tl.load(k_scale + row, mask=ok, other=0.0) if K else 1.0
+    of_v = tl.load(v_scale + row, mask=ok, other=0.0) if V else 1.0
+    return of_k, of_v
 
 
 @jit(do_not_specialize=["num_pages", "num_groups", "max_pages", "min_rows", "first_split", "all_splits", "width"])
@@ -55,6 +68,7 @@ def decode_split(
     K_BIAS: tl.constexpr,
     K_GAIN: tl.constexpr,
     K_SCALED: tl.constexpr,
+    K_WIDTH: tl.constexpr,
     K_MMA: tl.constexpr,
     LOAD_V: tl.constexpr,
     V_PIECES: tl.constexpr,
@@ -62,6 +76,7 @@ def decode_split(
     V_BIAS: tl.constexpr,
     V_GAIN: tl.constexpr,
     V_SCALED: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     V_MMA: tl.constexpr,
     PRECISION: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -75,6 +90,7 @@ def decode_split(
                    first_split is the tier's first
     scale          softmax scale * log2(e)
     M              R, rounded up to what the matrix units take
+    K_WIDTH        entries of a row of k_data; V_WIDTH of v_data
     AHEAD          started before the kernel in front has ended
     """
     if AHEAD:
@@ -110,42 +126,50 @@ def decode_split(
             tl.store(lse + i_row, tl.full([M], float("-inf"), tl.float32), mask=head_ok)
             return
 
-    base = tl.load(column_of + i_h).to(tl.int64) * num_pages
+    # rows are counted from the head's first, so that their numbers fit 32 bits (2^31 rows are beyond any device)
+    first_row = tl.load(column_of + i_h).to(tl.int64) * num_pages * PS
+    k_data, v_data = k_data + first_row * K_WIDTH, v_data + first_row * V_WIDTH
+    k_scale, v_scale = k_scale + first_row, v_scale + first_row
     pages = page_table + line * max_pages
+    page = tile_pages(pages, start, stop, PS, N)
+    next_k_scale, next_v_scale = tile_scales(k_scale, v_scale, page, start, stop, PS, N, K_SCALED, V_SCALED)
     p_q = q + ((i_q * num_heads + i_h) * R + o_m[None, :]) * D
     b_q = ()
-    q_bias = tl.zeros([M], tl.float32)
+    q_bias = tl.zeros([D // K_PIECES, M], tl.float32)
     for p in tl.static_range(K_PIECES):
         o_c = piece_channels(D, K_PIECES, K_PAIRS, p)
         piece = tl.load(p_q + o_c[:, None], mask=head_ok[None, :], other=0.0).to(tl.float32)
         piece = (piece * (K_GAIN[p] / K_GAIN[0])).to(K_MMA)
-        q_bias += tl.sum(piece.to(tl.float32), 0) * K_BIAS[p]
+        q_bias += piece.to(tl.float32) * K_BIAS[p]
         b_q = b_q + (piece,)
+    q_bias = tl.sum(q_bias, 0)
 
     scale *= K_GAIN[0]
     m = tl.full([M], float("-inf"), tl.float32)
-    l = tl.zeros([M], tl.float32)
+    l = tl.zeros([N, M], tl.float32)
     acc = ()
     for _ in tl.static_range(V_PIECES):
         acc = acc + (tl.zeros([D // V_PIECES, M], tl.float32),)
-    page = tile_pages(pages, start, stop, PS, N)
+    ones = tl.full([D // V_PIECES, N], 1.0, V_MMA)  # times the weights: their sum, where the bias is taken off
     for i_t in range(start, stop, N):
-        row, ok = tile_rows(page, i_t, base, PS, N), i_t + o_n < stop
+        row, ok = tile_rows(page, i_t, 0, PS, N), o_n < stop - i_t
+        of_k, of_v = next_k_scale, next_v_scale
         page = tile_pages(pages, i_t + N, stop, PS, N)
+        next_k_scale, next_v_scale = tile_scales(k_scale, v_scale, page, i_t + N, stop, PS, N, K_SCALED, V_SCALED)
         b_k = LOAD_K(k_data, row, ok, D, False, K_MMA)
-        s = tl.zeros([N, M], tl.float32)
+        s = tl.broadcast_to(-q_bias[None, :], (N, M))
         for p in tl.static_range(K_PIECES):
             s = tl.dot(b_k[p], b_q[p], s, input_precision=PRECISION)
         if K_SCALED:
-            s = (s - q_bias[None, :]) * (tl.load(k_scale + row, mask=ok, other=0.0).to(tl.float32) * scale)[:, None]
+            s = s * (of_k.to(tl.float32) * scale)[:, None]
         else:
             s = s * scale
         s = tl.where(ok[:, None], s, float("-inf"))
-        row_scale = tl.load(v_scale + row, mask=ok, other=0.0).to(tl.float32)[:, None] if V_SCALED else 1.0
+        row_scale = of_v.to(tl.float32)[:, None] if V_SCALED else 1.0
         m_new = tl.maximum(m, weight_reference(s, row_scale, 0, V_SCALED))
         alpha = tl.exp2(m - m_new)
         w = tl.exp2(s - m_new[None, :])
-        l = l * alpha + tl.sum(w, 0)
+        l = l * alpha[None, :] + w
         m = m_new
         if V_SCALED:
             w = w * row_scale
@@ -156,12 +180,13 @@ def decode_split(
             for p in tl.static_range(V_PIECES):
                 new = new + (tl.dot(b_v[p], b_w, acc[p] * alpha[None, :], input_precision=PRECISION),)
         else:
-            total = tl.sum(b_w.to(tl.float32), 0)
+            total = tl.dot(ones, b_w, input_precision=PRECISION)
             for p in tl.static_range(V_PIECES):
-                part = tl.dot(b_v[p], b_w, input_precision=PRECISION) - (total * V_BIAS[p])[None, :]
+                part = tl.dot(b_v[p], b_w, input_precision=PRECISION) - total * V_BIAS[p]
                 new = new + (acc[p] * alpha[None, :] + part,)
         acc = new
 
+    l = tl.sum(l, 0)
     share_of = 1.0 / tl.maximum(l, 1e-30)
     if DIRECT:
         p_o = out + ((i_q * num_heads + i_h) * R + o_m[None, :]) * D

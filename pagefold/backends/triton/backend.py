@@ -188,7 +188,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
             grid, parts = (splits, num_heads, batch), (batch, out.shape[1], num_tiers * splits)
         partial = out if direct else torch.empty(*parts, head_dim, dtype=torch.float32, device=out.device)
         lse = torch.empty(parts, dtype=torch.float32, device=out.device)
-        ahead = _starts_ahead(out)
+        ahead = starts_ahead(out.device)  # whatever the batch: both kernels end with few programs at work
         for tier, (store, shape) in enumerate(zip(kv.tiers, shapes)):
             decode_split[grid](
                 queries[tier],
@@ -223,6 +223,8 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 DEALT=dealt is not None,
                 **reading(store.format.k, head_dim, "K"),
                 **reading(store.format.v, head_dim, "V"),
+                K_WIDTH=store.layout["k_data"].width,
+                V_WIDTH=store.layout["v_data"].width,
                 PRECISION="ieee",
                 AHEAD=ahead,
                 num_warps=shape.warps,
@@ -292,7 +294,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
             self._merge(kv, partial, lse, part.tokens, 1, out)
 
     def _merge(self, kv: KVView, partial: Tensor, lse: Tensor, tokens: Tensor, splits: int, out: Tensor) -> None:
-        ahead = _starts_ahead(out)
+        ahead = starts_ahead(out.device)
         soon, num_soon, programs = self._to_fetch(out, MERGE_FETCHES)
         merge_splits[(programs + out.shape[1] * len(tokens),)](
             partial,

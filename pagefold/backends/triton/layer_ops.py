@@ -1,5 +1,7 @@
 """What lies between a layer's matrix products, a kernel each: norms, gates, and heads on their way to the cache."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,15 +54,12 @@ def gate_rows(gate_up, out, n, parts, soon, num_soon, BLOCK: tl.constexpr, FETCH
 
 @jit
 def turned_halves(
-    x, at, ok, position, cos_sin, weight, eps, D: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr
+    first, second, ok, position, cos_sin, weight, eps, D: tl.constexpr, TURN: tl.constexpr, NORM: tl.constexpr
 ):  # fmt: skip
-    """Heads at x + at[N], normed and rotated as `turned_heads` says, in x's dtype: channels [0, D / 2) and the rest,
-    [N, D / 2] each."""
-    o_d = tl.arange(0, D // 2)
-    p_x = x + at[:, None] + o_d[None, :]
-    first = tl.load(p_x, mask=ok[:, None], other=0.0)
-    second = tl.load(p_x + D // 2, mask=ok[:, None], other=0.0)
+    """Halves [N, D / 2] of heads, channels [0, D / 2) and the rest, normed and rotated, in their dtype."""
     if TURN:
+        dtype: tl.constexpr = first.dtype
+        o_d = tl.arange(0, D // 2)
         first, second = first.to(tl.float32), second.to(tl.float32)
         if NORM:
             squares = tl.sum(first * first + second * second, 1)
@@ -71,8 +70,8 @@ def turned_halves(
         cos = tl.load(p_c, mask=ok[:, None], other=0.0)
         sin = tl.load(p_c + D // 2, mask=ok[:, None], other=0.0)
         turned = first * cos - second * sin
-        second = (second * cos + first * sin).to(x.dtype.element_ty)
-        first = turned.to(x.dtype.element_ty)
+        second = (second * cos + first * sin).to(dtype)
+        first = turned.to(dtype)
     return first, second
 
 
@@ -81,6 +80,23 @@ def joined_halves(first, second, N: tl.constexpr, D: tl.constexpr):
     """float32[N, D]"""
     halves = tl.join(first.to(tl.float32), second.to(tl.float32))
     return tl.reshape(tl.permute(halves, (0, 2, 1)), (N, D))
+
+
+@jit
+def store_halves(out, at, ok, first, second, D: tl.constexpr):
+    """To out + at[N]."""
+    p_out = out + at[:, None] + tl.arange(0, D // 2)[None, :]
+    tl.store(p_out, first, mask=ok[:, None])
+    tl.store(p_out + D // 2, second, mask=ok[:, None])
+
+
+@jit
+def row_of(position, line, column, ok, page_table, evicted, num_pages, max_pages, PS: tl.constexpr):
+    """Where the rows of tokens at position[N] go, in heads that are in column[N] of their pages and at line[N], slot *
+    groups + group, of the tables. Where a program stores them, for it waits here for two loads, one after the other."""
+    index = position - tl.load(evicted + line, mask=ok, other=0)
+    page = tl.load(page_table + line * max_pages + index // PS, mask=ok, other=0)
+    return (column * num_pages + page) * PS + index % PS
 
 
 @jit(do_not_specialize=["layer", "num_tokens", "num_pages", "num_groups", "max_pages", "num_windows"])
@@ -155,64 +171,61 @@ def append_heads(
     KV_PARTS: tl.constexpr = (H + BH - 1) // BH
     PARTS: tl.constexpr = Q_PARTS + 2 * KV_PARTS
     i_p = i_program % PARTS
+    i_kv = i_p - Q_PARTS
     item = tl.arange(0, N)
     i_t = (i_program // PARTS).to(tl.int64) * BT + item // BH
+    i_h = tl.where(i_kv < 0, i_p, i_kv % KV_PARTS) * BH + item % BH
     token_ok = i_t < num_tokens
+    ok = token_ok & (i_h < tl.where(i_kv < 0, HQ, H))
+    # asked for before anything else: the numbers are needed first, the tables' entries only when they are stored
+    at = (i_t * (HQ + 2 * H) + tl.where(i_kv < 0, 0, tl.where(i_kv < KV_PARTS, HQ, HQ + H)) + i_h) * D
+    p_x = qkv + at[:, None] + tl.arange(0, D // 2)[None, :]
+    first = tl.load(p_x, mask=ok[:, None], other=0.0)
+    second = tl.load(p_x + D // 2, mask=ok[:, None], other=0.0)
     position = tl.load(positions + i_t, mask=token_ok, other=0)
-    o_d = tl.arange(0, D // 2)
 
-    if i_p < Q_PARTS:
-        i_h = i_p * BH + item % BH
-        ok = token_ok & (i_h < HQ)
-        at = (i_t * (HQ + 2 * H) + i_h) * D
-        first, second = turned_halves(qkv, at, ok, position, cos_sin, weight, eps, D, TURN, NORM)
+    if i_kv < 0:
+        first, second = turned_halves(first, second, ok, position, cos_sin, weight, eps, D, TURN, NORM)
         to = (i_t * HQ + i_h) * D
-        p_q = q + to[:, None] + o_d[None, :]
-        tl.store(p_q, first, mask=ok[:, None])
-        tl.store(p_q + D // 2, second, mask=ok[:, None])
+        store_halves(q, to, ok, first, second, D)
         if ROTATE:
-            rotated = device_hadamard(joined_halves(first, second, N, D), N, D)
-            tl.store(q_rotated + to[:, None] + tl.arange(0, D)[None, :], rotated, mask=ok[:, None])
+            rotated = tl.reshape(device_hadamard(joined_halves(first, second, N, D), N, D), (N, 2, D // 2))
+            one, other = tl.split(tl.permute(rotated, (0, 2, 1)))
+            store_halves(q_rotated, to, ok, one, other, D)
         if WINDOW > 0:
             slot = tl.load(window_slots + i_t, mask=token_ok, other=0)
             index = tl.load(window_index + i_t, mask=token_ok, other=0)
-            kept = (ok & (slot > 0))[:, None]
             entry = ((layer * num_windows + slot) * WINDOW + index) * HQ + i_h
-            p_w = window + entry[:, None] * D + o_d[None, :]
-            tl.store(p_w, first, mask=kept)
-            tl.store(p_w + D // 2, second, mask=kept)
+            store_halves(window, entry * D, ok & (slot > 0), first, second, D)
     else:
-        i_h = (i_p - Q_PARTS) % KV_PARTS * BH + item % BH
-        ok = token_ok & (i_h < H)
         slot = tl.load(token_slots + i_t, mask=ok, other=0)
         line = slot * num_groups + tl.load(group_of + layer * H + i_h, mask=ok, other=0)
-        index = position - tl.load(evicted + line, mask=ok, other=0)
-        page = tl.load(page_table + line * max_pages + index // PS, mask=ok, other=0)
         column = tl.load(column_of + layer * H + i_h, mask=ok, other=0).to(tl.int64)
-        row = (column * num_pages + page) * PS + index % PS
-        if i_p < Q_PARTS + KV_PARTS:
-            at = (i_t * (HQ + 2 * H) + HQ + i_h) * D
-            first, second = turned_halves(qkv, at, ok, position, cos_sin, weight + D, eps, D, TURN, NORM)
+        if i_kv < KV_PARTS:
+            first, second = turned_halves(first, second, ok, position, cos_sin, weight + D, eps, D, TURN, NORM)
+            row = row_of(position, line, column, ok, page_table, evicted, num_pages, max_pages, PS)
             STORE_K(k_data, k_scale, row, ok, joined_halves(first, second, N, D), D, K_OPTIONS)
             for i in tl.static_range(len(STATE_WIDTHS)):
                 o_w = tl.arange(0, triton.next_power_of_2(STATE_WIDTHS[i]))
                 mask = ok[:, None] & (o_w < STATE_WIDTHS[i])[None, :]
                 tl.store(states[i] + row[:, None] * STATE_WIDTHS[i] + o_w[None, :], 0, mask=mask)
         else:
-            at = (i_t * (HQ + 2 * H) + HQ + H + i_h) * D
-            b_v = tl.load(qkv + at[:, None] + tl.arange(0, D)[None, :], mask=ok[:, None], other=0.0)
-            STORE_V(v_data, v_scale, row, ok, b_v.to(tl.float32), D, V_OPTIONS)
+            row = row_of(position, line, column, ok, page_table, evicted, num_pages, max_pages, PS)
+            STORE_V(v_data, v_scale, row, ok, joined_halves(first, second, N, D), D, V_OPTIONS)
+
+
+# By whether heads are rotated: (most heads of a batch, heads a program, warps). One head a warp while that does not
+# fill the device, then as many as share shuffles and loads of 16 bytes a lane.
+TILES = {
+    False: ((4096, 1, 1), (65536, 8, 1), (math.inf, 32, 4)),
+    True: ((4096, 1, 1), (math.inf, 4, 1)),
+}
 
 
 def append_tile(num_tokens: int, num_q: int, num_kv: int, rotate: bool) -> tuple[int, int, int]:
-    """(tokens, heads, warps) of a program of `append_heads`: one head while that does not fill the device, then 8 a
-    warp, which is two loads of 16 bytes a lane for each half of 16-bit heads of 128 channels.
-
-    Where heads are rotated, 4: that takes registers, and single warps, as more exchange numbers through shared memory.
-    """
+    """(tokens, heads, warps) of a program of `append_heads`, from `TILES`."""
     num_items = num_tokens * (num_q + 2 * num_kv)
-    warps = 4 if num_items > 65536 and not rotate else 1
-    items = 1 if num_items <= 4096 else 4 if rotate else 8 * warps
+    items, warps = next((items, warps) for most, items, warps in TILES[rotate] if num_items <= most)
     heads = min(items, next_power_of_2(num_kv), 8)
     return items // heads, heads, warps
 

@@ -50,12 +50,18 @@ def multiprocessors() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
 
 
+# Shapes of decode by the number of pieces of a row of V: tile, warps, stages, warps of programs aimed at for each
+# multiprocessor, least rows of a split. Channels of a piece are what warps share; with less than 16 each they do the
+# same work twice. Rows that are read as one piece are wide, so that two stages of them are as many bytes in flight as
+# three of packed ones.
+DECODE = {1: (64, 4, 2, 32, 256), 2: (64, 4, 3, 32, 256), 4: (64, 2, 3, 32, 256), 8: (64, 1, 3, 32, 256)}
+
+
 def decode_shape(v: DeviceCodec, head_dim: int) -> DecodeShape:
-    """Channels of a piece of V are what warps share; with less than 16 each they do the same work twice. Rows that are
-    read as one piece are wide, so that two stages of them are as many bytes in flight as three of packed ones."""
-    warps = max(1, min(4, head_dim // v.num_pieces // 16))
-    stages = 2 if v.num_pieces == 1 else 3
-    return DecodeShape(tile=64, warps=warps, stages=stages, programs=multiprocessors() * 32 // warps)
+    """What suits rows of V, on the device that is there."""
+    tile, warps, stages, filled, min_rows = DECODE[max(pieces for pieces in DECODE if pieces <= v.num_pieces)]
+    warps = max(1, min(warps, head_dim // v.num_pieces // 16))
+    return DecodeShape(tile, warps, stages, multiprocessors() * filled // warps, min_rows)
 
 
 def prefill_shape(v: DeviceCodec, head_dim: int) -> Shape:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagefold.store.format import FORMATS, Plane
-from pagefold.store.lowbit import device_finite, device_float16_above, finite, float16_above
+from pagefold.store.lowbit import device_finite, device_float16_above, finite, float16_above, quotient
 from pagefold.store.shim import DeviceCodec, jit, load_tile, tl
 
 LARGEST = 448.0
@@ -107,25 +107,25 @@ def load_e4m3(data, row, ok, D: tl.constexpr, ACROSS: tl.constexpr, MMA: tl.cons
 
 @jit
 def round_e4m3(x):
-    """Nearest e4m3 as float32, ties to even, |x| <= 448: a step is an eighth of the power of two below, 2^-9 at least.
-    Casts differ in how they round (Triton's interpreter loses the carry into the exponent); here none has to."""
-    bits = x.to(tl.uint32, bitcast=True)
-    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    """Nearest e4m3 as float32, ties to even, 0 <= x <= 448: a step is an eighth of the power of two below, 2^-9 at
+    least. Casts differ in how they round (Triton's interpreter loses the carry into the exponent); here none has to."""
+    power = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     shift = tl.maximum(power, 2.0**-6) * (1.5 * 2.0**20)
-    magnitude = (tl.abs(x) + shift) - shift
-    return (magnitude.to(tl.uint32, bitcast=True) | (bits & 0x80000000)).to(tl.float32, bitcast=True)
+    return (x + shift) - shift
 
 
 @jit
 def store_e4m3(data, scale, row, ok, x, D: tl.constexpr, OPTIONS: tl.constexpr):
     x = device_finite(x)
-    amax = tl.max(tl.abs(x), 1)
-    step = device_float16_above(tl.div_rn(amax, tl.full(amax.shape, 448.0, tl.float32)))
-    y = tl.div_rn(x, tl.broadcast_to(step[:, None], x.shape))
-    y = round_e4m3(tl.minimum(tl.maximum(y, -448.0), 448.0)).to(tl.float8e4nv)
+    size = tl.abs(x)
+    scales = device_float16_above(quotient(tl.max(size, 1), 448.0, 1 / 448))
+    step = scales[:, None]
+    size = round_e4m3(tl.minimum(quotient(size, step, quotient(1.0, step, 1.0 / step)), 448.0))
+    sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+    y = (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.float8e4nv)
     d = tl.arange(0, D)
     tl.store(data + row[:, None] * D + d[None, :], y.to(tl.uint8, bitcast=True), mask=ok[:, None])
-    tl.store(scale + row, step.to(tl.float16), mask=ok)
+    tl.store(scale + row, scales.to(tl.float16), mask=ok)
 
 
 DEVICE = DeviceCodec(load_e4m3, store_e4m3, torch.float16, pairs=2, bias=(0.0, 0.0), gain=(1.0, 1.0))
