@@ -36,6 +36,7 @@ from pagefold.backends.triton.rows import TritonRows, rotate_rows
 from pagefold.backends.triton.window_scores import SHARE, SPLIT_ROWS, rotate_window, window_sums, window_weights
 from pagefold.store.shim import HAS_TRITON, triton
 
+DEALS_ALL = True
 APPEND_FETCHES, MERGE_FETCHES = 24 << 20, 16 << 20  # bytes of the weights read next
 
 
@@ -177,7 +178,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         num_heads, head_dim = kv.group_of.shape[1], kv.window.shape[-1]
         per_head, batch, num_tiers = out.shape[1] // num_heads, len(part.tokens), len(kv.tiers)
         shapes = [self._shapes(kv, tier)[0] for tier in range(num_tiers)]
-        if kv.page_table.shape[1] > 1:  # heads of a sequence are of unequal lengths
+        if DEALS_ALL or kv.page_table.shape[1] > 1:  # heads of a sequence are of unequal lengths
             plan.deal = plan.deal or deal(kv, part, shapes)
         if dealt := plan.deal:
             splits, direct = dealt.most, False

@@ -18,6 +18,7 @@ from pagefold.backends.triton.plan import DecodePart, DecodeShape, least_rows, n
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl, triton
 
+ROUNDS = 3
 ENTRIES = 4096  # of a block of items that is written at once
 CLASSES = 8  # of shares by their rows: programs that start last should have least to do
 
@@ -44,7 +45,9 @@ def deal(kv: KVView, part: DecodePart, shapes: list[DecodeShape]) -> Deal:
     """Cut the rows that a batch of single tokens reads; a launch for each tier, and nothing that waits."""
     layers, num_heads = kv.group_of.shape
     heads = len(part.tokens) * num_heads
-    most = max(shape.programs for shape in shapes) + heads
+    # where there are more heads than programs at once, smaller shares, so that those which start last end early
+    rounds = [1 if heads <= shape.programs else ROUNDS for shape in shapes]
+    most = max(shape.programs * times for shape, times in zip(shapes, rounds, strict=True)) + heads
     most, width = most + most % 2, triton.cdiv(heads, 4) * 4
     line = 2 * width + 2 * most + 4
     table = torch.empty(len(shapes), layers, line, dtype=torch.int32, device=part.tokens.device)
@@ -59,7 +62,7 @@ def deal(kv: KVView, part: DecodePart, shapes: list[DecodeShape]) -> Deal:
             kv.group_of,
             heads,
             kv.page_table.shape[1],
-            shape.programs,
+            shape.programs * rounds[tier],
             least_rows(shape, heads),
             most,
             width,

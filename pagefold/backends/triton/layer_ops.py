@@ -217,8 +217,8 @@ def append_heads(
 # By whether heads are rotated: (most heads of a batch, heads a program, warps). One head a warp while that does not
 # fill the device, then as many as share shuffles and loads of 16 bytes a lane.
 TILES = {
-    False: ((4096, 1, 1), (65536, 8, 1), (math.inf, 32, 4)),
-    True: ((4096, 1, 1), (math.inf, 4, 1)),
+    False: ((1024, 1, 1), (6144, 2, 1), (65536, 8, 4), (math.inf, 32, 4)),
+    True: ((1024, 1, 1), (6144, 2, 1), (math.inf, 4, 2)),
 }
 
 

@@ -54,7 +54,7 @@ def multiprocessors() -> int:
 # multiprocessor, least rows of a split. Channels of a piece are what warps share; with less than 16 each they do the
 # same work twice. Rows that are read as one piece are wide, so that two stages of them are as many bytes in flight as
 # three of packed ones.
-DECODE = {1: (64, 4, 2, 32, 256), 2: (64, 4, 3, 32, 256), 4: (64, 2, 3, 32, 256), 8: (64, 1, 3, 32, 256)}
+DECODE = {1: (64, 4, 2, 16, 256), 2: (64, 4, 3, 16, 256), 4: (64, 2, 3, 16, 256), 8: (32, 1, 3, 12, 256)}
 
 
 def decode_shape(v: DeviceCodec, head_dim: int) -> DecodeShape:
@@ -130,8 +130,8 @@ def least_rows(shape: DecodeShape, programs: int) -> int:
 
 
 def num_splits(shape: DecodeShape, programs: int, max_rows: int) -> int:
-    """Splits of a head's rows: enough to fill the device, none shorter than `least_rows`."""
-    return max(1, min(-(-shape.programs // programs), max_rows // least_rows(shape, programs)))
+    """Splits of a head's rows: as many as run at once, none shorter than `least_rows`."""
+    return max(1, min(shape.programs // programs, max_rows // least_rows(shape, programs)))
 
 
 @dataclass
