@@ -143,12 +143,6 @@ class JobBatch:
     max_rows: int
 
 
-class HasWeight(Protocol):
-    """A matrix product of the model. Its weight is there on a device; a CPU may have laid it out otherwise."""
-
-    weight: Tensor
-
-
 class Backend(Protocol):
     """Who reads and writes pages, and does the arithmetic between the model's matrix products. `reference` is the
     truth; every other backend is tested against it.
@@ -208,10 +202,6 @@ class Backend(Protocol):
 
     def copy_pages(self, src: PageStore, src_pages: Tensor, dst: PageStore, dst_pages: Tensor) -> None:
         """Copy whole pages between stores of the same format, every plane: swap out and in."""
-        ...
-
-    def read_soon(self, product: HasWeight) -> None:
-        """The product after the next kernels: a device may bring its weight nearer while these run."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import HasWeight, HeadTurn, KVView
+from pagefold.backends.base import HeadTurn, KVView
 
 
 def rms_normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -72,9 +72,6 @@ class TorchOps:
         pass
 
     few_tokens = 0
-
-    def read_soon(self, product: HasWeight) -> None:
-        pass
 
     def product(
         self,

@@ -64,36 +64,27 @@ class Decoder:
         x = F.embedding(fwd.tokens, self.weights.embed)
         if len(x) <= backend.few_tokens:
             return self._forward_few(x, fwd, kv, backend)
-        backend.read_soon(layers[0].qkv)
         h = backend.rms_norm(x, *layers[0].attention_norm)
         for index, layer in enumerate(layers):
             qkv = layer.qkv(h).view(len(x), -1, head_dim)
             own = kv.of(index)
             q = backend.append(own, index, qkv, fwd, self._turns[index])
-            backend.read_soon(layer.o)
             out = backend.attend(own, index, q, fwd, self.scale)
-            delta = layer.o(out.view(len(x), -1))
-            backend.read_soon(layer.gate_up)
-            gate_up = layer.gate_up(backend.add_rms_norm(x, delta, *layer.mlp_norm))
-            backend.read_soon(layer.down)
-            delta = layer.down(backend.silu_mul(gate_up))
-            last = index + 1 == len(layers)
-            backend.read_soon(self.weights.head if last else layers[index + 1].qkv)
-            h = backend.add_rms_norm(x, delta, *(self.weights.norm if last else layers[index + 1].attention_norm))
+            h = backend.add_rms_norm(x, layer.o(out.view(len(x), -1)), *layer.mlp_norm)
+            delta = layer.down(backend.silu_mul(layer.gate_up(h)))
+            after = layers[index + 1].attention_norm if index + 1 < len(layers) else self.weights.norm
+            h = backend.add_rms_norm(x, delta, *after)
         return h
 
     def _forward_few(self, x: Tensor, fwd: ForwardInputs, kv: KVView, backend: Backend) -> Tensor:
         """The same for so few tokens that reading the weights is all that counts."""
         for index, layer in enumerate(self.weights.layers):
             own, qkv = kv.of(index), backend.product(x, layer.qkv.weight, layer.qkv.bias, norm=layer.attention_norm)
-            backend.read_soon(layer.o)
             q = backend.append(own, index, qkv.view(len(x), -1, self.spec.head_dim), fwd, self._turns[index])
-            backend.read_soon(layer.gate_up)
             out = backend.attend(own, index, q, fwd, self.scale).view(len(x), -1)
             backend.product(out, layer.o.weight, layer.o.bias, add_to=x)
             h = backend.product(x, layer.gate_up.weight, layer.gate_up.bias, norm=layer.mlp_norm, gate=True)
             backend.product(h, layer.down.weight, layer.down.bias, add_to=x)
-        backend.read_soon(self.weights.head)
         return backend.rms_norm(x, *self.weights.norm)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -119,9 +119,10 @@ def test_attention_whatever_the_page_size_and_the_number_of_heads(hot, cold, per
 @interpreted
 @pytest.mark.parametrize("hot, cold", [("fp32", None), ("int4", None), ("bf16", "k4v2")])
 @pytest.mark.parametrize("min_rows, programs", [(16, 8), (16, 1000), (32, 100)])
-@pytest.mark.parametrize("layout", ["uniform", "mixed"])
-def test_attention_whatever_the_splits(layout, hot, cold, min_rows, programs):
+@pytest.mark.parametrize("layout, dealt", [("uniform", False), ("uniform", True), ("mixed", True)])
+def test_attention_whatever_the_splits(monkeypatch, layout, dealt, hot, cold, min_rows, programs):
     """Including splits that get no rows, and heads that have none in a tier."""
+    monkeypatch.setattr(module, "is_dealt", lambda *_: dealt)
     case = Case(layout, hot, cold, (1, 100, 40), head_dim=64)
     view = make_view(case)
     batch = make_batch(view, case, [(2, 1), (1, 1), (3, 1)])

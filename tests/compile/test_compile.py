@@ -93,7 +93,7 @@ def recording(monkeypatch):
 
 def launches_of(monkeypatch, call: str, hot: str, cold: str | None, head_dim: int, page_size: int = 64) -> list[Launch]:
     """What one call of the backend launches, for a bfloat16 model with 4 query heads per KV head, and several groups of
-    heads, but for "decode evenly"."""
+    heads, but for "decode evenly", whose rows are not dealt out."""
     state = {"score": Plane(torch.float32, 1)} if call in ("append", "compact") else {}
     layout = "uniform" if call == "decode evenly" else "mixed"
     case = Case(layout, hot, cold, (300, 700), page_size, 4, head_dim, num_window=16, dtype=torch.bfloat16, state=state)
@@ -103,7 +103,9 @@ def launches_of(monkeypatch, call: str, hot: str, cold: str | None, head_dim: in
     q, tokens = new_queries(view, case, batch), new_tokens(view, case, batch)
     jobs = make_jobs(view, case, dst_tier=1 if cold else 0)
     ours, columns = TritonBackend(), slice(None)
-    with recording(monkeypatch) as found:
+    with recording(monkeypatch) as found, monkeypatch.context() as patch:
+        if call == "decode evenly":
+            patch.setattr(backend, "is_dealt", lambda *_: False)
         match call:
             case "decode" | "decode evenly" | "prefill":
                 ours.attend(view, 1, q, batch, 0.1)

@@ -11,7 +11,7 @@ units, because threads would have to exchange them in every tile; only the maxim
 """
 
 from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
-from pagefold.backends.triton.ahead import fetch_only, start_next_and_wait
+from pagefold.backends.triton.ahead import start_next_and_wait
 from pagefold.backends.triton.weights import weight_reference
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
@@ -205,33 +205,24 @@ def merge_splits(
     out,
     tokens,
     splits,
-    num_heads,
-    soon,
-    num_soon,
     D: tl.constexpr,
     BS: tl.constexpr,
     ALL: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     ROTATE: tl.constexpr,
     AHEAD: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
-    """Grid (FETCH + B * Hq): out[tokens[b], h] from its splits, `splits` for each tier, whose sum leaves its
-    rows' frame.
+    """Grid (Hq, B): out[tokens[b], h] from its splits, `splits` for each tier; a tier's sum leaves its rows' frame.
 
     partial   float32[B, Hq, NUM_TIERS * splits, D], not read where lse is -inf
     lse       float32[B, Hq, NUM_TIERS * splits], base 2
     ALL       at least NUM_TIERS * splits
     AHEAD     started before the kernel in front has ended
-    FETCH     programs that fetch num_soon bytes at `soon`
     """
-    if FETCH > 0:  # noqa: SIM102, the first is a constant
-        if tl.program_id(0) < FETCH:
-            fetch_only(soon, num_soon, FETCH, AHEAD)
-            return
     if AHEAD:
         start_next_and_wait()
-    i_b, i_h = (tl.program_id(0) - FETCH) // num_heads, (tl.program_id(0) - FETCH) % num_heads
+    i_h, i_b = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0)
     first = (i_b.to(tl.int64) * num_heads + i_h) * NUM_TIERS * splits
     o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
     o_all = tl.arange(0, ALL)

@@ -11,7 +11,7 @@ from pagefold.backends.triton.ahead import starts_ahead
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
 from pagefold.backends.triton.attend_prefill import prefill_tile
 from pagefold.backends.triton.compaction import TritonCompaction
-from pagefold.backends.triton.deal import deal, merge_shares
+from pagefold.backends.triton.deal import deal, is_dealt, merge_shares
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, warm_up
 from pagefold.backends.triton.one_token import MAX_TOKENS, held_product
@@ -35,9 +35,6 @@ from pagefold.backends.triton.plan import (
 from pagefold.backends.triton.rows import TritonRows, rotate_rows
 from pagefold.backends.triton.window_scores import SHARE, SPLIT_ROWS, rotate_window, window_sums, window_weights
 from pagefold.store.shim import HAS_TRITON, triton
-
-DEALS_ALL = True
-APPEND_FETCHES, MERGE_FETCHES = 24 << 20, 16 << 20  # bytes of the weights read next
 
 
 class TritonBackend(TritonOps, TritonRows, TritonCompaction):
@@ -87,10 +84,8 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         rotated = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotate else q
         tokens, heads, warps = append_tile(num_tokens, num_q, num_kv, rotate or hot.format.v.rotate)
         ahead = _starts_ahead(qkv)
-        # attention reads few bytes then, and would not push them out
-        soon, num_soon, programs = self._to_fetch(qkv, APPEND_FETCHES) if ahead else (qkv, 0, 0)
         parts = triton.cdiv(num_q, heads) + 2 * triton.cdiv(num_kv, heads)
-        append_heads[(programs + triton.cdiv(num_tokens, tokens) * parts,)](
+        append_heads[(triton.cdiv(num_tokens, tokens) * parts,)](
             qkv,
             q,
             rotated,
@@ -113,8 +108,6 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
             hot.num_pages,
             *kv.page_table.shape[1:],
             kv.window.shape[1],
-            soon,
-            num_soon,
             HQ=num_q,
             H=num_kv,
             D=head_dim,
@@ -131,7 +124,6 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
             STORE_V=v_codec.store,
             V_OPTIONS=v_codec.options,
             AHEAD=ahead,
-            FETCH=programs,
             num_warps=warps,
             launch_pdl=ahead,
         )
@@ -178,7 +170,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         num_heads, head_dim = kv.group_of.shape[1], kv.window.shape[-1]
         per_head, batch, num_tiers = out.shape[1] // num_heads, len(part.tokens), len(kv.tiers)
         shapes = [self._shapes(kv, tier)[0] for tier in range(num_tiers)]
-        if DEALS_ALL or kv.page_table.shape[1] > 1:  # heads of a sequence are of unequal lengths
+        if is_dealt(kv, batch * num_heads, shapes):
             plan.deal = plan.deal or deal(kv, part, shapes)
         if dealt := plan.deal:
             splits, direct = dealt.most, False
@@ -233,10 +225,9 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 launch_pdl=ahead,
             )
         if dealt:
-            fetched = self._to_fetch(out, MERGE_FETCHES)
-            merge_shares(kv, dealt, layer, partial, lse, part.tokens, out, fetched, ahead)
+            merge_shares(kv, dealt, layer, partial, lse, part.tokens, out, ahead)
         elif not direct:
-            self._merge(kv, partial, lse, part.tokens, splits, out)
+            _merge(kv, partial, lse, part.tokens, splits, out)
 
     def _prefill(
         self,
@@ -292,30 +283,7 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 num_stages=shape.stages,
             )
         if not direct:
-            self._merge(kv, partial, lse, part.tokens, 1, out)
-
-    def _merge(self, kv: KVView, partial: Tensor, lse: Tensor, tokens: Tensor, splits: int, out: Tensor) -> None:
-        ahead = starts_ahead(out.device)
-        soon, num_soon, programs = self._to_fetch(out, MERGE_FETCHES)
-        merge_splits[(programs + out.shape[1] * len(tokens),)](
-            partial,
-            lse,
-            out,
-            tokens,
-            splits,
-            out.shape[1],
-            soon,
-            num_soon,
-            D=out.shape[-1],
-            BS=min(16, next_power_of_2(splits)),
-            ALL=next_power_of_2(len(kv.tiers) * splits),
-            NUM_TIERS=len(kv.tiers),
-            ROTATE=tuple(store.format.v.rotate for store in kv.tiers),
-            AHEAD=ahead,
-            FETCH=programs,
-            num_warps=1,
-            launch_pdl=ahead,
-        )
+            _merge(kv, partial, lse, part.tokens, 1, out)
 
     def window_scores(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, across: str = "max") -> Tensor:
         num_jobs, max_src, head_dim = len(jobs.slots), jobs.max_src, kv.window.shape[-1]
@@ -397,3 +365,22 @@ def _query_frames(kv: KVView, q: Tensor, rotated: Tensor | None = None) -> list[
         num_rows = q.numel() // q.shape[-1]
         rotate_rows[(triton.cdiv(num_rows, 4),)](q, rotated, num_rows, D=q.shape[-1], N=4, num_warps=1)
     return [rotated if store.format.k.rotate and rotated is not None else q for store in kv.tiers]
+
+
+def _merge(kv: KVView, partial: Tensor, lse: Tensor, tokens: Tensor, splits: int, out: Tensor) -> None:
+    ahead = starts_ahead(out.device)
+    merge_splits[(out.shape[1], len(tokens))](
+        partial,
+        lse,
+        out,
+        tokens,
+        splits,
+        D=out.shape[-1],
+        BS=min(16, next_power_of_2(splits)),
+        ALL=next_power_of_2(len(kv.tiers) * splits),
+        NUM_TIERS=len(kv.tiers),
+        ROTATE=tuple(store.format.v.rotate for store in kv.tiers),
+        AHEAD=ahead,
+        num_warps=1,
+        launch_pdl=ahead,
+    )

@@ -1,9 +1,10 @@
 """Rows of heads of unequal lengths, dealt out to the programs of decode attention before the first layer attends.
 
-Where a layout has several groups, one head of a layer may keep most of its prompt and the one beside it a page.
-Splitting both into as many parts leaves some programs idle and others running alone, so a layer's rows are cut into
-equal shares instead, as many as fill the device. Balancing ahead of time, from lengths known before attention begins,
-is Tangram's idea (arXiv 2606.06302); here they are those on the device, so that a captured graph holds for any lengths.
+Where a layout has several groups, one head of a layer may keep most of its prompt and the one beside it a page; and of
+a few sequences, one may be long. Splitting both into as many parts leaves some programs idle and others running alone,
+so a layer's rows are cut into equal shares instead, as many as fill the device. Balancing ahead of time, from lengths
+known before attention begins, is Tangram's idea (arXiv 2606.06302); here they are those on the device, so that a
+captured graph holds for any lengths.
 """
 
 from dataclasses import dataclass
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from pagefold.backends.base import KVView
 from pagefold.backends.triton.addressing import tier_rows
-from pagefold.backends.triton.ahead import fetch_only, start_next_and_wait
+from pagefold.backends.triton.ahead import start_next_and_wait
 from pagefold.backends.triton.plan import DecodePart, DecodeShape, least_rows, next_power_of_2
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl, triton
 
-ROUNDS = 3
+ROUNDS = 3  # shares that a program works on one after the other, about, where heads outnumber programs
 ENTRIES = 4096  # of a block of items that is written at once
 CLASSES = 8  # of shares by their rows: programs that start last should have least to do
 
@@ -39,6 +40,12 @@ class Deal:
     table: Tensor
     width: int
     most: int
+
+
+def is_dealt(kv: KVView, heads: int, shapes: list[DecodeShape]) -> bool:
+    """Whether the rows of a batch with so many heads of sequences are dealt out: where heads of a sequence differ in
+    length, and where there are so few that a long one would keep the others waiting."""
+    return kv.page_table.shape[1] > 1 or heads <= min(shape.programs for shape in shapes)
 
 
 def deal(kv: KVView, part: DecodePart, shapes: list[DecodeShape]) -> Deal:
@@ -88,16 +95,13 @@ def merge_shares(
     lse: Tensor,
     tokens: Tensor,
     out: Tensor,
-    fetched: tuple[Tensor, int, int],
     ahead: bool,
 ) -> None:
     """out[tokens] of a layer from what its shares gave, as `merge_dealt` has them.
 
-    fetched   where the weight that is read next begins, bytes to ask for ahead, and by how many programs
     ahead     start before the kernel in front has ended
     """
-    soon, num_soon, programs = fetched
-    merge_dealt[(programs + out.shape[1] * len(tokens),)](
+    merge_dealt[(out.shape[1], len(tokens))](
         partial,
         lse,
         out,
@@ -106,16 +110,12 @@ def merge_shares(
         dealt.width,
         dealt.most,
         dealt.table.stride(0),
-        out.shape[1],
-        soon,
-        num_soon,
         R=partial.shape[1],
         D=out.shape[-1],
         BS=16,
         NUM_TIERS=len(kv.tiers),
         ROTATE=tuple(store.format.v.rotate for store in kv.tiers),
         AHEAD=ahead,
-        FETCH=programs,
         num_warps=1,
         launch_pdl=ahead,
     )
@@ -197,33 +197,25 @@ def merge_dealt(
     width,
     most,
     per_tier,
-    num_heads,
-    soon,
-    num_soon,
     R: tl.constexpr,
     D: tl.constexpr,
     BS: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     ROTATE: tl.constexpr,
     AHEAD: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
-    """Grid (FETCH + B * Hq): out[tokens[b], h] from the shares of its KV head in all tiers, whose sum leaves its rows'
+    """Grid (Hq, B): out[tokens[b], h] from the shares of its KV head in all tiers, whose sum leaves its rows'
     frame.
 
     partial    float32[NUM_TIERS * most, R, D]
     lse        float32[NUM_TIERS * most, R], base 2
     table      the layer's line of a `Deal`, that of the next tier `per_tier` integers after it
     AHEAD      started before the kernel in front has ended
-    FETCH      programs that fetch num_soon bytes at `soon`
     """
-    if FETCH > 0:  # noqa: SIM102, the first is a constant
-        if tl.program_id(0) < FETCH:
-            fetch_only(soon, num_soon, FETCH, AHEAD)
-            return
     if AHEAD:
         start_next_and_wait()
-    i_b, i_h = (tl.program_id(0) - FETCH) // num_heads, (tl.program_id(0) - FETCH) % num_heads
+    i_h, i_b = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(0)
     head = table + (i_b * num_heads + i_h) // R
     o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
     m = tl.full([BS], float("-inf"), tl.float32)

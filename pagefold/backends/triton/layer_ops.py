@@ -5,24 +5,16 @@ import math
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import HasWeight
-from pagefold.backends.triton.ahead import fetch_only, start_next_and_wait, starts_ahead
-from pagefold.backends.triton.plan import interpreted, next_power_of_2
+from pagefold.backends.triton.ahead import start_next_and_wait
+from pagefold.backends.triton.plan import next_power_of_2
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl, triton
 
 
 @jit
-def norm_rows(
-    x, delta, weight, out, n, eps, soon, num_soon, ADD: tl.constexpr, BLOCK: tl.constexpr, FETCH: tl.constexpr
-):  # fmt: skip
-    """Grid (FETCH + T): out = RMS norm of x [T, n], or, with ADD, of x += delta, which is rounded and stored first.
-    FETCH programs fetch num_soon bytes at `soon`."""
-    if FETCH > 0:  # noqa: SIM102, the first is a constant
-        if tl.program_id(0) < FETCH:
-            fetch_only(soon, num_soon, FETCH, False)
-            return
-    i_t = (tl.program_id(0) - FETCH).to(tl.int64)
+def norm_rows(x, delta, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (T): out = RMS norm of x [T, n], or, with ADD, of x += delta, which is rounded and stored first."""
+    i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK)
     ok = o_n < n
     b_x = tl.load(x + i_t * n + o_n, mask=ok, other=0.0)
@@ -36,16 +28,10 @@ def norm_rows(
 
 
 @jit
-def gate_rows(gate_up, out, n, parts, soon, num_soon, BLOCK: tl.constexpr, FETCH: tl.constexpr):
-    """Grid (FETCH + T * parts): out[T, n] = silu(gate) * up of gate_up[T, 2 n], gate first, in parts of BLOCK columns.
-    FETCH as in `norm_rows`."""
-    if FETCH > 0:  # noqa: SIM102, the first is a constant
-        if tl.program_id(0) < FETCH:
-            fetch_only(soon, num_soon, FETCH, False)
-            return
-    i_p = tl.program_id(0) - FETCH
-    i_t = (i_p // parts).to(tl.int64)
-    o_n = i_p % parts * BLOCK + tl.arange(0, BLOCK)
+def gate_rows(gate_up, out, n, BLOCK: tl.constexpr):
+    """Grid (T, n / BLOCK): out[T, n] = silu(gate) * up of gate_up[T, 2 n], gate first."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = o_n < n
     gate = tl.load(gate_up + i_t * 2 * n + o_n, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up + i_t * 2 * n + n + o_n, mask=ok, other=0.0).to(tl.float32)
@@ -127,8 +113,6 @@ def append_heads(
     num_groups,
     max_pages,
     num_windows,
-    soon,
-    num_soon,
     HQ: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -145,9 +129,8 @@ def append_heads(
     STORE_V: tl.constexpr,
     V_OPTIONS: tl.constexpr,
     AHEAD: tl.constexpr,
-    FETCH: tl.constexpr,
 ):
-    """Grid (FETCH + T / BT * parts): BT tokens and BH heads of the same kind, in parts of the query heads, the key
+    """Grid (T / BT * parts): BT tokens and BH heads of the same kind, in parts of the query heads, the key
     heads, then the value heads of qkv [T, HQ + 2 H, D].
 
     q           [T, HQ, D], queries as attention needs them
@@ -157,23 +140,17 @@ def append_heads(
     cos_sin     float32[positions, 2, D / 2], looked at with TURN
     weight      float32[2, D], looked at with NORM
     AHEAD       started before the kernel in front has ended
-    FETCH       as in `norm_rows`
     """
-    if FETCH > 0:  # noqa: SIM102, the first is a constant
-        if tl.program_id(0) < FETCH:
-            fetch_only(soon, num_soon, FETCH, AHEAD)
-            return
     if AHEAD:
         start_next_and_wait()
-    i_program = tl.program_id(0) - FETCH
     N: tl.constexpr = BT * BH
     Q_PARTS: tl.constexpr = (HQ + BH - 1) // BH
     KV_PARTS: tl.constexpr = (H + BH - 1) // BH
     PARTS: tl.constexpr = Q_PARTS + 2 * KV_PARTS
-    i_p = i_program % PARTS
+    i_p = tl.program_id(0) % PARTS
     i_kv = i_p - Q_PARTS
     item = tl.arange(0, N)
-    i_t = (i_program // PARTS).to(tl.int64) * BT + item // BH
+    i_t = (tl.program_id(0) // PARTS).to(tl.int64) * BT + item // BH
     i_h = tl.where(i_kv < 0, i_p, i_kv % KV_PARTS) * BH + item % BH
     token_ok = i_t < num_tokens
     ok = token_ok & (i_h < tl.where(i_kv < 0, HQ, H))
@@ -230,62 +207,38 @@ def append_tile(num_tokens: int, num_q: int, num_kv: int, rotate: bool) -> tuple
     return items // heads, heads, warps
 
 
-FETCHERS = 64  # programs that fetch
-FETCHED_BY = 512  # tokens of a batch at most: beyond, products are bound by arithmetic
-NORM_FETCHES, GATE_FETCHES = 8 << 20, 8 << 20  # bytes: what memory delivers while the kernel runs, and a little more
-
-
 class TritonOps:
     """The layers' part of the backend: float32 inside, rounded once, on contiguous rows."""
 
-    _soon: Tensor | None = None
-
-    def read_soon(self, product: HasWeight) -> None:
-        self._soon = None if interpreted() else product.weight
-
-    def _to_fetch(self, x: Tensor, most: int) -> tuple[Tensor, int, int]:
-        """(where, bytes, programs) that a kernel of a batch of x's tokens fetches; what was announced is then done."""
-        soon, self._soon = self._soon, None
-        if soon is None or x.shape[0] > FETCHED_BY or not starts_ahead(x.device):
-            return x, 0, 0
-        return soon, min(most, soon.numel() * soon.element_size()), FETCHERS
-
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._normed(x.contiguous(), None, weight, eps)
+        return _normed(x.contiguous(), None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not x.is_contiguous():
             raise ValueError(
                 f"add_rms_norm: x is added to in place and must be contiguous; its strides are {x.stride()}"
             )
-        return self._normed(x, delta.contiguous(), weight, eps)
+        return _normed(x, delta.contiguous(), weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         num_tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(num_tokens, n, dtype=gate_up.dtype, device=gate_up.device)
         block = 1024 if num_tokens <= 64 else 2048  # many small programs while they are few
-        parts = triton.cdiv(n, block)
-        soon, num_soon, programs = self._to_fetch(gate_up, GATE_FETCHES)
-        gate_rows[(programs + num_tokens * parts,)](
-            gate_up.contiguous(), out, n, parts, soon, num_soon, BLOCK=block, FETCH=programs, num_warps=4
-        )
+        gate_rows[(num_tokens, triton.cdiv(n, block))](gate_up.contiguous(), out, n, BLOCK=block, num_warps=4)
         return out
 
-    def _normed(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        out, block = torch.empty_like(x), next_power_of_2(x.shape[-1])
-        soon, num_soon, programs = self._to_fetch(x, NORM_FETCHES)
-        norm_rows[(programs + len(x),)](
-            x,
-            x if delta is None else delta,
-            weight,
-            out,
-            x.shape[-1],
-            eps,
-            soon,
-            num_soon,
-            ADD=delta is not None,
-            BLOCK=block,
-            FETCH=programs,
-            num_warps=max(1, min(16, block // 512)),  # 16 numbers a lane
-        )
-        return out
+
+def _normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    out, block = torch.empty_like(x), next_power_of_2(x.shape[-1])
+    norm_rows[(len(x),)](
+        x,
+        x if delta is None else delta,
+        weight,
+        out,
+        x.shape[-1],
+        eps,
+        ADD=delta is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),  # 16 numbers a lane
+    )
+    return out

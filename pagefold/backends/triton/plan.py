@@ -32,9 +32,8 @@ class Shape:
 @dataclass(frozen=True)
 class DecodeShape(Shape):
     """
-    programs   aimed at, so that the device is full: rows are split until there are as many (16 warps of programs for
-               each multiprocessor fit beside their registers and shared memory; twice as many even out long and
-               short sequences)
+    programs   that run at once (16 warps of programs for each multiprocessor fit beside their registers and shared
+               memory), for which rows are dealt out or split
     min_rows   of a split, so that short sequences are not split for nothing, where the device is full without
     heads      least number of query heads in a product; the matrix units take 8
     """
@@ -130,8 +129,9 @@ def least_rows(shape: DecodeShape, programs: int) -> int:
 
 
 def num_splits(shape: DecodeShape, programs: int, max_rows: int) -> int:
-    """Splits of a head's rows: as many as run at once, none shorter than `least_rows`."""
-    return max(1, min(shape.programs // programs, max_rows // least_rows(shape, programs)))
+    """Splits of a head's rows where they are not dealt out: about three for each place on the device, rather fewer, as
+    whole heads need no merging; none shorter than `least_rows`. The factor is measured."""
+    return max(1, min(int(2.6 * shape.programs / programs), max_rows // least_rows(shape, programs)))
 
 
 @dataclass
