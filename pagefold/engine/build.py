@@ -12,7 +12,7 @@ from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.engine import Engine
 from pagefold.engine.memory import describe, measure
-from pagefold.engine.parts import Part, build_parts, view_in_parts
+from pagefold.engine.parts import Part, build_parts, doubtful_keys, view_in_parts
 from pagefold.engine.policy import PolicyMaker, usual_folds
 from pagefold.kv.bounds import KVGeometry
 from pagefold.kv.layout import LAYOUTS, HeadLayout
@@ -134,6 +134,8 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     if decoder.device.type == "cuda" and folds:
         runner.compressor.warm_up(folds, policies.default.score)
     logger.info("%s", describe(config, spec, geometry, parts, kv, budget))
+    if doubt := doubtful_keys(spec, parts):
+        logger.warning("%s", doubt)
     manager = KVManager(geometry, config.cache.enable_prefix_caching)
     return Engine(
         config, runner, manager, policies, loaded.tokenizer, spec.vocab_size, max_model_len, loaded.eos_token_ids

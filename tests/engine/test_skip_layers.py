@@ -2,12 +2,16 @@
 
 import numpy as np
 import pytest
+import torch
 
 from pagefold.backends.registry import testable_backends as backends
 from pagefold.bench.inspection import print_inspection
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
+from pagefold.engine.build import build_layout
+from pagefold.engine.parts import build_parts, doubtful_keys
 from pagefold.evict.scorer import SCORERS
+from pagefold.models.tiny import tiny_spec
 from tests.engine.conftest import LAYOUT_SPECS
 from tests.engine.test_matrix import PREFILL_FOLDS, logprobs_of_long_prompt
 from tests.engine.tiny import assert_drained, greedy, prompt_of, run, tiny_engine
@@ -120,3 +124,16 @@ def test_inspect_and_the_start_tell_what_is_skipped(tmp_path, capsys, caplog):
     print_inspection(EngineConfig.from_options(model=str(write_model_dir(tmp_path)), dtype="float32", **skip))
     out = capsys.readouterr().out
     assert "int4, layers 1 in fp32" in out and "74 (K and V of one token for one head" in out
+
+
+@pytest.mark.parametrize(
+    "family, format, doubted",
+    [("qwen2", "int4", True), ("qwen2", "k4v2", True), ("qwen2", "k=int8,v=int4", False), ("llama", "int4", False)],
+)
+def test_narrow_keys_of_a_model_with_key_biases_are_warned_of(family, format, doubted):
+    spec = tiny_spec(family)
+    config = EngineConfig.from_options(kv_format=format, kv_layout="uniform")
+    _, parts = build_parts(config, spec, build_layout(config, spec), torch.float32)
+    warning = doubtful_keys(spec, parts)
+    assert (warning is not None) == doubted
+    assert warning is None or ("k=int8,v=int4" in warning and format in warning)
