@@ -194,13 +194,16 @@ def measure_footprint(engine: Engine, prompt: list[int], after: Sequence[int]) -
     after = [count for count in after if count + engine.config.period < room]
     sampling = SamplingParams(max_tokens=max(after, default=0) + engine.config.period + 1, ignore_eos=True)
     engine.add(Request("footprint", tuple(prompt), replace(sampling, kv_keep_turns=False, detokenize=False)))
-    seq, held, folded_at = engine.scheduler.waiting[0], {}, None
+    seq, held, of_prompt, folded_at = engine.scheduler.waiting[0], {}, None, None
     while engine.has_work:
         engine.step()
         if seq.finished or seq.state is None:
             continue
         kv = seq.kv
-        if folded_at is None and kv.num_compactions and kv.num_tokens >= kv.prompt_len:
+        if kv.num_tokens < kv.prompt_len:
+            continue
+        of_prompt = kv.num_compactions if of_prompt is None else of_prompt  # its last piece may not be folded yet
+        if folded_at is None and kv.num_compactions > of_prompt:
             folded_at = kv.num_tokens
         if folded_at is not None and kv.num_tokens - folded_at in after:
             held.setdefault(kv.num_tokens - folded_at, sum(kv.held))
