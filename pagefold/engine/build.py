@@ -182,6 +182,9 @@ def build_sampler(spec: ModelSpec, decoder: Decoder) -> StepSampler:
     return HostSampler(spec.vocab_size)
 
 
+MOST_ROWS = 2**31 - 1  # of a column of all pages: kernels count them in 32 bits
+
+
 def build_geometry(
     config: EngineConfig,
     spec: ModelSpec,
@@ -206,6 +209,12 @@ def build_geometry(
         if min(pages) < 2:
             need = max(math.ceil(2 * size / share) for share, size in zip(shares, per_page, strict=True))
             raise InputError("kv_cache_memory_bytes", f"got {total}, two pages a tier take {need}")
+    if max(pages) * cache.page_size > MOST_ROWS:
+        field = "kv_cache_memory_bytes" if cache.num_pages is None else "num_pages"
+        raise InputError(
+            field,
+            f"makes {max(pages)} pages of {cache.page_size} rows, {MOST_ROWS} rows fit; share pages among more heads",
+        )
     swapped = (
         min(p, cache.kv_swap_bytes // len(per_page) // size + 1) for p, size in zip(pages, per_page, strict=True)
     )

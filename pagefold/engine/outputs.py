@@ -38,7 +38,7 @@ class KVUsage:
 class CompletionOutput:
     """One continuation. `finish_reason` is None while it runs, else "stop", "length" or "abort".
 
-    token_ids  grows while it runs
+    token_ids  grows while it runs; the engine's own list, not to be changed
     started    when it first had a place in a step, by `time.perf_counter`
     count_kv   counts `kv` anew whenever it is asked for, as long as the request runs
     """

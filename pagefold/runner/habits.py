@@ -70,8 +70,8 @@ class KnownSpecs:
             self._place, self._table = {spec: place for place, spec in enumerate(kept)}, table
         if new:
             first = len(self._place)
-            self._place.update((spec, first + n) for n, spec in enumerate(new))
             self._table[first : first + len(new)] = _facts(new, [habit(spec) for spec in new])
+            self._place.update((spec, first + n) for n, spec in enumerate(new))
 
 
 def _facts(specs: list[SampleSpec], habits: list[Habit]) -> np.ndarray:

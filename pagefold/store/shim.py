@@ -39,11 +39,11 @@ jit: Any = triton.jit
 def load_tile(data, row, ok, WIDTH: tl.constexpr, ACROSS: tl.constexpr):
     """Rows of WIDTH elements as a tile [N, WIDTH], or, ACROSS, as [WIDTH, N]: loaded so, not transposed later, because
     only then do asynchronous copies fill shared memory ahead of the loop."""
-    o = tl.arange(0, WIDTH)
+    o, first = tl.arange(0, WIDTH), row.to(tl.int64) * WIDTH
     if ACROSS:
-        return tl.load(data + row[None, :] * WIDTH + o[:, None], mask=ok[None, :], other=0)
+        return tl.load(data + first[None, :] + o[:, None], mask=ok[None, :], other=0)
     else:
-        return tl.load(data + row[:, None] * WIDTH + o[None, :], mask=ok[:, None], other=0)
+        return tl.load(data + first[:, None] + o[None, :], mask=ok[:, None], other=0)
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,17 @@ def test_the_decode_loop_is_as_short_where_rows_are_dealt_out(monkeypatch, tmp_p
     assert loops[0] <= 1.02 * loops[1]
 
 
+@pytest.mark.parametrize("call", ["decode", "decode evenly", "prefill", "window_scores"])
+@pytest.mark.parametrize("format", ["bf16", "int4"])
+def test_places_of_rows_are_counted_in_64_bits(monkeypatch, call, format):
+    """A column of a large device holds more than 2^31 numbers."""
+    kernels = "decode_split", "prefill_tile", "window_sums", "window_weights"
+    launches = launches_of(monkeypatch, call, format, None, 128)
+    for launch in [launch for launch in launches if launch.kernel.__name__ in kernels]:
+        code = launch.compile(90).asm["ttir"]
+        assert not re.findall(r"arith.muli .* : tensor<(?:\d+x1|1x\d+)xi32>", code), launch.kernel.__name__
+
+
 # lane-instructions of the decode loop for each byte of K and V. An H200 can issue 7.8 for each byte that it reads, at
 # 1.98 GHz and 4.3 TB/s; what a kernel stays below that is what it has left to hide latency.
 BUDGET = {"bf16": 1.0, "fp8": 2.6, "int8": 2.55, "int4": 3.75, "k4v2": 4.5}

@@ -142,6 +142,7 @@ def test_unknown_options_are_listed():
         ({"kv_eviction": "zipage:lamda=2"}, "kv_eviction: .*unknown option 'lamda'"),
         ({"kv_eviction": "recency", "kv_budget": 4}, "kv_budget: got 4, must be more than"),
         ({"num_pages": None, "kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes: got 10, two pages a tier take"),
+        ({"num_pages": 1 << 31}, "num_pages: makes 2147483649 pages of .* 2147483647 rows fit"),
         ({"max_model_len": 1 << 20}, "max_model_len: got 1048576, the model's context holds"),
         (
             {"kv_eviction": "snapkv", "kv_lag": 2},

@@ -126,7 +126,7 @@ def decode_split(
             tl.store(lse + i_row, tl.full([M], float("-inf"), tl.float32), mask=head_ok)
             return
 
-    # rows are counted from the head's first, so that their numbers fit 32 bits (2^31 rows are beyond any device)
+    # rows are counted from the head's first, so that their numbers fit 32 bits (a pool has no more rows a column)
     first_row = tl.load(column_of + i_h).to(tl.int64) * num_pages * PS
     k_data, v_data = k_data + first_row * K_WIDTH, v_data + first_row * V_WIDTH
     k_scale, v_scale = k_scale + first_row, v_scale + first_row
