@@ -102,8 +102,7 @@ def test_attention(layout, hot, cold, chunks):
 
 
 @interpreted
-@pytest.mark.parametrize("page_size", [16, 64, 128])
-@pytest.mark.parametrize("per_head, head_dim", [(1, 64), (3, 128), (16, 64)])
+@pytest.mark.parametrize("page_size, per_head, head_dim", [(16, 1, 64), (64, 3, 128), (128, 3, 64), (16, 16, 64)])
 @pytest.mark.parametrize("hot, cold", [("bf16", "int4"), ("k4v2", None)])
 def test_attention_whatever_the_page_size_and_the_number_of_heads(hot, cold, per_head, head_dim, page_size):
     """Tiles of rows span several pages, or are a part of one."""

@@ -202,8 +202,9 @@ def test_places_of_rows_are_counted_in_64_bits(monkeypatch, call, format):
 
 
 # lane-instructions of the decode loop for each byte of K and V. An H200 can issue 7.8 for each byte that it reads, at
-# 1.98 GHz and 4.3 TB/s; what a kernel stays below that is what it has left to hide latency.
-BUDGET = {"bf16": 1.0, "fp8": 2.6, "int8": 2.55, "int4": 3.75, "k4v2": 4.5}
+# 1.98 GHz and 4.3 TB/s; what a kernel stays below that is what it has left to hide latency. k4v2 has tiles of 32 rows,
+# which take more for each byte than 64 and less time.
+BUDGET = {"bf16": 1.0, "fp8": 2.6, "int8": 2.55, "int4": 3.75, "k4v2": 5.1}
 
 
 @pytest.mark.parametrize("page_size", [16, 64])
