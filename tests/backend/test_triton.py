@@ -90,9 +90,8 @@ def differing(ours, theirs) -> list[str]:
 
 
 @interpreted
-@pytest.mark.parametrize("chunks", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("layout, chunks", [("uniform", DECODE), ("mixed", MIXED)], ids=["decode", "mixed"])
 @pytest.mark.parametrize("hot, cold", TIERS)
-@pytest.mark.parametrize("layout", ["uniform", "mixed"])
 def test_attention(layout, hot, cold, chunks):
     case = Case(layout, hot, cold, LENGTHS, head_dim=64)
     view = make_view(case)
@@ -248,8 +247,9 @@ def test_append_follows_the_policy_for_extremes(hot):
 
 
 @interpreted
-@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("hot, cold", [*ONE_TIER, ("bf16", "int4")])
+@pytest.mark.parametrize(
+    "hot, cold, norm", [("fp32", None, False), *((*tiers, True) for tiers in [*ONE_TIER, ("bf16", "int4")])]
+)
 def test_append_turns_queries_and_keys(hot, cold, norm):
     """Up to the order of summation, which may break a tie between two codes otherwise. (The interpreter's casts to
     bfloat16 cut where the hardware rounds.)"""
