@@ -18,7 +18,7 @@ import torch
 
 from pagefold.bench.capacity_work import Growth
 from pagefold.bench.growth import WARM_OUTPUT, WARM_PROMPT, WARM_STEPS, chosen_counts, grow, prompt_of
-from pagefold.bench.measure import run_apart
+from pagefold.bench.measure import end_all, run_apart
 from pagefold.bench.peers import PeerHome, peak_device_bytes, run_growth
 from pagefold.bench.workloads import NAMED_TEMPERATURE
 from pagefold.core.config import EngineConfig
@@ -107,8 +107,7 @@ class Crowd:
         return [int(output.request_id) for output in self._engine.step() if not output.finished]
 
     def leave(self) -> None:
-        for seq in [*self._engine.scheduler.running, *self._engine.scheduler.waiting]:
-            self._engine.abort(seq.request.id)
+        end_all(self._engine)
 
     def _request(self, id: str, user: int, prompt_len: int, max_tokens: int) -> None:
         sampling = SamplingParams(

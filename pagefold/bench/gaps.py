@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from pagefold.bench.measure import end_all
 from pagefold.bench.workloads import random_workload, require_cuda
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
@@ -200,9 +201,9 @@ def measure_gaps(
     engine = build_engine(EngineConfig.from_options(**defaults | {"enable_prefix_caching": False} | options), loaded)
     work = random_workload(num_requests, input_len, output_len, loaded.spec.vocab_size)
     how = SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=output_len, detokenize=False)
-    started, ids = set(), [f"gaps-{i}" for i in range(num_requests)]
-    for id, prompt in zip(ids, work.prompts, strict=True):
-        engine.add(Request(id, tuple(prompt), how))
+    started: set[str] = set()
+    for i, prompt in enumerate(work.prompts):
+        engine.add(Request(f"gaps-{i}", tuple(prompt), how))
     while len(started) < num_requests:
         outputs = engine.step()
         started |= {output.request_id for output in outputs}
@@ -211,10 +212,7 @@ def measure_gaps(
     time_steps(engine, WARM_UP_STEPS)
     clock = time_steps(engine, steps)
     seen = timeline(trace_steps(engine, steps), steps) if traced else None
-    for id in ids:
-        engine.abort(id)
-    while engine.has_work:
-        engine.step()
+    end_all(engine)
     share = None if floor_s is None else floor_s / clock.period_s
     return Gaps(num_requests, clock.tokens / clock.period_s, clock, share, seen)
 

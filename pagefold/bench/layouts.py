@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from pagefold.backends.base import ForwardInputs
-from pagefold.bench.measure import compaction_seconds
+from pagefold.bench.measure import compaction_seconds, end_all
 from pagefold.bench.multiturn import FOOTPRINT_TOKENS, measure_footprint
 from pagefold.bench.peers import median_seconds
+from pagefold.bench.throughput import wide_console
 from pagefold.bench.workloads import device_of, random_workload, require_cuda
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, Request, SamplingParams
@@ -139,14 +139,6 @@ def _is_folded(seq: Running, period: int) -> bool:
     return kv.num_compactions > 0 and kv.num_tokens > first_event and kv.ticket is None
 
 
-def end_all(engine: Engine) -> None:
-    """Abort whatever there is, and read the steps in flight."""
-    for seq in [*engine.scheduler.running, *engine.scheduler.waiting]:
-        engine.abort(seq.request.id)
-    while engine.has_work:
-        engine.step()
-
-
 def rows_held(engine: Engine, states: Sequence[KVState]) -> tuple[np.ndarray, int]:
     """(int64[L], rows of each layer's heads, over all requests; bytes of their K and V)."""
     kv = engine.runner.kv
@@ -233,9 +225,7 @@ def run_layouts(
     for own in runs:
         build_layout(EngineConfig.from_options(**own), spec)
     loaded = load_model(EngineConfig.from_options(**options))
-    console, found = Console(), []
-    if not console.is_terminal:
-        console = Console(width=200)
+    console, found = wide_console(), []
     facts = {"options": options, "num_requests": num_requests, "input_len": input_len}
     facts["device"] = torch.cuda.get_device_name() if device_of(options) == "cuda" else "cpu"
     for own in runs:

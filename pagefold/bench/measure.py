@@ -106,6 +106,14 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
     return Served([last[id][1] for id in ids], [first[id] for id in ids], [last[id][0] for id in ids], timeline)
 
 
+def end_all(engine: Engine) -> None:
+    """Abort whatever there is, and read the steps in flight."""
+    for seq in [*engine.scheduler.running, *engine.scheduler.waiting]:
+        engine.abort(seq.request.id)
+    while engine.has_work:
+        engine.step()
+
+
 @dataclass(frozen=True)
 class EngineResult:
     """What one configuration did.

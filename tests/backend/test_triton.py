@@ -8,6 +8,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from pagefold.backends.reference import Reference
 from pagefold.backends.torch_ops import TorchOps, split_heads
 from pagefold.backends.triton import backend as module
 from pagefold.backends.triton.backend import TritonBackend
-from pagefold.backends.triton.deal import CLASSES, ROUNDS, deal
+from pagefold.backends.triton.deal import CLASSES, ROUNDS, deal, is_dealt
 from pagefold.backends.triton.layer_ops import append_tile
 from pagefold.backends.triton.plan import (
     DecodePart,
@@ -64,7 +66,19 @@ LENGTHS = (1, 7, 8, 45)
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
-@pytest.mark.parametrize("part", ["attention", "append", "layer", "scorers", "compaction or pages"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "test_attention and not whatever",
+        "attention and whatever",
+        "attention and not test_attention",
+        "append and bytes",
+        "append and not bytes",
+        "layer",
+        "scorers",
+        "compaction or pages",
+    ],
+)
 def test_in_the_interpreter(part):
     import triton
 
@@ -144,6 +158,15 @@ def dealt_view(rows: list[list[int]], cold: list[list[int]], page_size: int) -> 
     return KVView([], table, evicted, in_cold, order, zeros, members, window, inv_freq, page_size)
 
 
+@pytest.mark.parametrize(
+    "groups, heads, dealt", [(1, 8, True), (1, 528, True), (1, 529, False), (2, 8, True), (2, 4096, True)]
+)
+def test_rows_are_dealt_out_where_one_head_would_keep_others_waiting(groups, heads, dealt):
+    view: Any = SimpleNamespace(page_table=torch.zeros(1, groups, 1))
+    shapes = [DecodeShape(64, 4, 2, programs=programs) for programs in (528, 1056)]
+    assert is_dealt(view, heads, shapes) == dealt
+
+
 @interpreted
 @settings(max_examples=20, deadline=None)
 @given(st.data())
@@ -185,7 +208,7 @@ def test_shares_of_attention_are_equal_and_cover_every_row_once(data):
         assert classes == sorted(classes, reverse=True) and all(0 < size < share for size in sizes[whole:])
 
 
-@pytest.mark.parametrize("programs, max_rows, splits", [(8, 200, 3), (8, 4096, 64), (8, 10**6, 125), (512, 4096, 2)])
+@pytest.mark.parametrize("programs, max_rows, splits", [(8, 200, 3), (8, 4096, 64), (8, 10**6, 325), (512, 4096, 5)])
 def test_few_heads_are_split_into_single_tiles(programs, max_rows, splits):
     shape = DecodeShape(tile=64, warps=4, stages=2, programs=1000, min_rows=256)
     assert num_splits(shape, programs, max_rows) == splits

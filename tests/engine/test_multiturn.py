@@ -118,13 +118,14 @@ def test_kept_turns_compute_a_fraction_of_what_full_and_anew_compute(options):
     assert kept.ours["folding_share"] == pytest.approx(kept.ours["folding_s"] / kept.rounds[0].wall_s)
 
 
-def test_pool_use_after_folding_is_what_was_reserved(options, tmp_path):
+@pytest.mark.parametrize("first_len", [1600, 1590], ids=["whole pieces", "an unfolded rest"])
+def test_pool_use_after_folding_is_what_was_reserved(options, tmp_path, first_len):
     """Tangram P5 and P9: one token and 1,000 tokens after folding, a request holds what it was promised, or the page
-    less that its next tokens will open."""
+    less that its next tokens will open. Folding is over when the last piece of the prompt is folded too."""
     model = write_model_dir(tmp_path)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    chats = random_chats(1, 1, 1600, 1, 4, largest_id=255)
+    chats = random_chats(1, 1, first_len, 1, 4, largest_id=255)
     own, _ = multiturn.engine_options(options | KEPT | {"model": str(model), "num_pages": 400}, chats)
     footprint = multiturn.measure("kept", own, chats).ours["footprint"]
     assert footprint["reserved"] == (400 + 16) // 16 and set(footprint["held"]) == {"1", "1000"}

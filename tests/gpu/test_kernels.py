@@ -1,6 +1,7 @@
 """What only a device shows: the compiled kernels, bfloat16 products, long sequences, captured graphs."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -284,6 +285,15 @@ def test_a_row_that_takes_the_attention_does_not_hide_the_others(format):
     check_last_token(view, case, q, scale, 5e-3 if format == "bf16" else 2e-3)
 
 
+def captured(work: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of `work`, which has run once before, and its result, which a replay overwrites."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, work()
+
+
 @pytest.mark.parametrize("format", ["bf16", "int4"])
 def test_a_captured_graph_serves_other_lengths_and_slots(format):
     """Captured at the longest lengths; replayed after slots, lengths and positions change in place."""
@@ -297,11 +307,7 @@ def test_a_captured_graph_serves_other_lengths_and_slots(format):
         q = backend.append(view, 0, qkv, batch, None)
         return backend.attend(view, 0, q, batch, 0.088)
 
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for lengths, slots in (((5, 700, 4096), (2, 3, 1)), ((1, 65, 1), (3, 1, 0))):
         batch.seq_lens.copy_(torch.tensor(lengths))
         batch.positions.copy_(torch.tensor(lengths) - 1)
@@ -325,11 +331,7 @@ def test_a_captured_graph_deals_the_rows_of_uneven_heads_anew():
         there.plan = None
         return backend.attend(on_device, 1, there_q, there, 0.088)
 
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend()
+    graph, out = captured(attend)
     for lengths in ((900, 1500, 2000), (900, 40, 33), (64, 64, 1999)):
         other = make_batch(view, dataclasses.replace(case, lengths=lengths), chunks)
         there.seq_lens.copy_(other.seq_lens)

@@ -1,5 +1,6 @@
 """Promises of the small parts around a step: uploads, captured sizes, what a device fills in, counts that grow."""
 
+import gc
 from collections import Counter
 
 import numpy as np
@@ -16,7 +17,7 @@ from pagefold.engine.policy import PolicyMaker, usual_folds
 from pagefold.kv.layout import HeadLayout
 from pagefold.runner.device_sampler import _Counts, _Kept
 from pagefold.runner.fold_graphs import FoldGraphs
-from pagefold.runner.graphs import LARGEST, graph_sizes
+from pagefold.runner.graphs import LARGEST, graph_sizes, nothing_collected
 
 
 @given(st.lists(st.lists(st.integers(-(2**62), 2**62), max_size=7), min_size=1, max_size=6))
@@ -139,3 +140,16 @@ def test_what_cannot_be_captured_is_launched_and_not_tried_again(monkeypatch, ca
     for number in range(4):
         graphs.run("one", torch.tensor([number]), lambda table: launched.append(int(table)))
     assert launched == [0, 1, 2, 3] and len(tried) == 1 and "out of memory" in caplog.text
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_nothing_is_collected_inside_a_capture_and_what_was_set_comes_back(enabled):
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ZeroDivisionError), nothing_collected():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

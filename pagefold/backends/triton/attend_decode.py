@@ -198,6 +198,28 @@ def decode_split(
         tl.store(p_o + o_c[:, None], acc[p] * (share_of * V_GAIN[p])[None, :], mask=head_ok[None, :])
 
 
+@jit
+def sum_of_parts(partial, lse, first, count, stride, m, D: tl.constexpr, BS: tl.constexpr):
+    """(float32[D], float32): normalised parts first, first + stride, ... of a head, `count` of them, each weighted by
+    2^(lse - m), added up; and the sum of these weights."""
+    o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
+    acc, total = tl.zeros([D], tl.float32), 0.0
+    for i in range(0, count, BS):
+        ok, at = i + o_s < count, first + (i + o_s).to(tl.int64) * stride
+        weight = tl.exp2(tl.load(lse + at, mask=ok, other=-float("inf")) - m)
+        part = tl.load(partial + at[:, None] * D + o_d[None, :], mask=ok[:, None], other=0.0)
+        acc += tl.sum(part * weight[:, None], 0)
+        total += tl.sum(weight, 0)
+    return acc, total
+
+
+@jit
+def store_merged(out, tokens, i_b, i_h, num_heads, result, total, D: tl.constexpr):
+    """out[tokens[i_b], i_h] = result[1, D] / total, 0 for a head without rows."""
+    to = (tl.load(tokens + i_b) * num_heads + i_h) * D
+    tl.store(out + to + tl.arange(0, D)[None, :], result / tl.maximum(total, 1e-30))
+
+
 @jit(do_not_specialize=["splits"])
 def merge_splits(
     partial,
@@ -224,7 +246,6 @@ def merge_splits(
     i_h, i_b = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
     first = (i_b.to(tl.int64) * num_heads + i_h) * NUM_TIERS * splits
-    o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
     o_all = tl.arange(0, ALL)
     b_lse = tl.load(lse + first + o_all, mask=o_all < NUM_TIERS * splits, other=-float("inf"))
     m = tl.max(b_lse, 0)
@@ -232,21 +253,13 @@ def merge_splits(
     total = 0.0
     result = tl.zeros([1, D], tl.float32)
     for tier in tl.static_range(NUM_TIERS):
-        acc = tl.zeros([D], tl.float32)
         # a tier's rows lie in its first splits
         of_tier = (o_all >= tier * splits) & (o_all < (tier + 1) * splits)
         used = tl.sum((of_tier & (b_lse != -float("inf"))).to(tl.int32), 0)
-        for i in range(0, used, BS):
-            i_s = first + tier * splits + i + o_s
-            ok = i + o_s < used
-            weight = tl.exp2(tl.load(lse + i_s, mask=ok, other=-float("inf")) - m)
-            o = tl.load(partial + i_s[:, None] * D + o_d[None, :], mask=ok[:, None], other=0.0)
-            acc += tl.sum(o * weight[:, None], 0)
-            total += tl.sum(weight, 0)
+        acc, weight = sum_of_parts(partial, lse, first + tier * splits, used, 1, m, D, BS)
+        total += weight
         acc = acc[None, :]
         if ROTATE[tier]:
             acc = device_hadamard(acc, 1, D)
         result += acc
-    result = result / tl.maximum(total, 1e-30)
-    i_q = tl.load(tokens + i_b)
-    tl.store(out + (i_q * num_heads + i_h) * D + o_d[None, :], result)
+    store_merged(out, tokens, i_b, i_h, num_heads, result, total, D)

@@ -15,6 +15,7 @@ from torch import Tensor
 from pagefold.backends.base import KVView
 from pagefold.backends.triton.addressing import tier_rows
 from pagefold.backends.triton.ahead import start_next_and_wait
+from pagefold.backends.triton.attend_decode import store_merged, sum_of_parts
 from pagefold.backends.triton.plan import DecodePart, DecodeShape, least_rows, next_power_of_2
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl, triton
@@ -217,7 +218,7 @@ def merge_dealt(
     i_h, i_b = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(0)
     head = table + (i_b * num_heads + i_h) // R
-    o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
+    o_s = tl.arange(0, BS)
     m = tl.full([BS], float("-inf"), tl.float32)
     for tier in tl.static_range(NUM_TIERS):
         first, count = tier * most + tl.load(head + tier * per_tier), tl.load(head + tier * per_tier + width)
@@ -228,18 +229,11 @@ def merge_dealt(
     total = 0.0
     result = tl.zeros([1, D], tl.float32)
     for tier in tl.static_range(NUM_TIERS):
-        acc = tl.zeros([D], tl.float32)
         first, count = tier * most + tl.load(head + tier * per_tier), tl.load(head + tier * per_tier + width)
-        for s in range(0, count, BS):
-            ok, at = s + o_s < count, (first + s + o_s).to(tl.int64) * R + i_h % R
-            weight = tl.exp2(tl.load(lse + at, mask=ok, other=float("-inf")) - m)
-            o = tl.load(partial + at[:, None] * D + o_d[None, :], mask=ok[:, None], other=0.0)
-            acc += tl.sum(o * weight[:, None], 0)
-            total += tl.sum(weight, 0)
+        acc, weight = sum_of_parts(partial, lse, first.to(tl.int64) * R + i_h % R, count, R, m, D, BS)
+        total += weight
         acc = acc[None, :]
         if ROTATE[tier]:
             acc = device_hadamard(acc, 1, D)
         result += acc
-    result = result / tl.maximum(total, 1e-30)
-    i_q = tl.load(tokens + i_b)
-    tl.store(out + (i_q * num_heads + i_h) * D + o_d[None, :], result)
+    store_merged(out, tokens, i_b, i_h, num_heads, result, total, D)
