@@ -1,7 +1,7 @@
 """What every test shares: one thread per worker, fixed seeds, small hypothesis budgets, the built-in model, and the
 examples of the documents as plug-ins."""
 
-import importlib
+import importlib.metadata
 import os
 import random
 import re
@@ -26,20 +26,10 @@ hypothesis.settings.load_profile("default")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    import triton.language as tl
-    from triton.runtime.interpreter import ReduceOps
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.metadata.version("triton").startswith("3.6."):
+    import interpreter
 
-    reduce_slowly = ReduceOps.apply_impl
-
-    def apply_impl(self, input):
-        """The interpreter has numpy add up and compare, but XOR it takes number by number, in Python: minutes."""
-        if self.combine_fn != tl.standard._xor_combine:
-            return reduce_slowly(self, input)
-        data = np.bitwise_xor.reduce(input[0].handle.data, axis=self.axis, keepdims=self.keep_dims)
-        return self.to_tensor(data, input[0].dtype)
-
-    ReduceOps.apply_impl = apply_impl
+    interpreter.hurry()
 
 
 def pytest_collection_modifyitems(items):

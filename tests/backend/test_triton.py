@@ -406,8 +406,10 @@ def test_tables_of_a_batch_name_every_token_once(chunks):
 
 
 @interpreted
-@pytest.mark.parametrize("hot, cold", TIERS)
-@pytest.mark.parametrize("first_page", [0, 1])
+@pytest.mark.parametrize(
+    "hot, cold, first_page",
+    [(*tiers, page) for i, tiers in enumerate(TIERS) for page in ((0, 1) if tiers[1] else (i % 2,))],
+)
 def test_what_scorers_read(hot, cold, first_page):
     case = Case("mixed", hot, cold, (17, 45, 30), head_dim=64, per_head=3, num_window=5, state=STATE)
     view = make_view(case)

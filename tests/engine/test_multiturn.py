@@ -181,7 +181,7 @@ def test_smollm2_on_a_cpu_shows_the_gain(smollm2, tmp_path):
     argv = ["bench", "multiturn", "smollm2", "--sessions", "5", "--turns", "3", "--output-len", "8"]
     argv += ["--first-len", "384", "--next-len", "32", "--against", "full", "--threads", "1", "--page-size", "16"]
     argv += ["--kv-eviction", "snapkv", "--kv-budget-ratio", "0.25", "--kv-prefill-buffer", "128"]
-    argv += ["--kv-cache-memory-bytes", "40000000", "--kv-keep-bytes", "40000000"]
+    argv += ["--kv-cache-memory-bytes", "40000000", "--kv-keep-bytes", "40000000", "--max-model-len", "512"]
     assert main([*argv, "--json", str(figures)]) == 0
     kept, full = json.loads(figures.read_text())["results"]
     computed = lambda result: sum(r["prompt_tokens"] - r["cached_tokens"] for r in result["rounds"][1:])  # noqa: E731
