@@ -178,6 +178,10 @@ class Backend(Protocol):
         """Decoded source rows float32[J, C, N, D], role "k" or "v"; 0 where a job has fewer than N rows."""
         ...
 
+    def read_lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
+        """Euclidean lengths of what `read_rows` gives, float32[J, C, N]; 0 where a job has fewer than N rows."""
+        ...
+
     def read_state(self, kv: KVView, jobs: JobBatch, columns: slice, name: str) -> Tensor:
         """A scorer's per-row memory, float32[J, C, N, width]; 0 where a job has fewer than N rows."""
         ...

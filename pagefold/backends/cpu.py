@@ -303,6 +303,9 @@ class CpuBackend(TorchOps):
         rows = gather(kv, role, pages, cold, _column_ids(kv, columns), kv.row_dtype, stored=False)
         return rows[:, :, : jobs.max_src].masked_fill(~_valid(jobs)[..., None], 0)
 
+    def read_lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
+        return self.read_rows(kv, jobs, columns, role).norm(dim=-1)
+
     def read_state(self, kv: KVView, jobs: JobBatch, columns: slice, name: str) -> Tensor:
         pages, cold = _source_pages(kv, jobs)
         parts = []

@@ -133,6 +133,9 @@ class Reference(TorchOps):
             result[j, c, : len(rows)] = read(kv, slot, group, column, rows, role, kv.row_dtype)
         return result
 
+    def read_lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
+        return self.read_rows(kv, jobs, columns, role).square().sum(-1).sqrt()
+
     def read_state(self, kv: KVView, jobs: JobBatch, columns: slice, name: str) -> Tensor:
         num_columns = len(range(kv.members.shape[1])[columns])
         width = kv.tiers[0].layout[f"state.{name}"].width

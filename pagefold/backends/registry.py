@@ -12,10 +12,9 @@ _BACKENDS = {
 
 
 def make_backend(name: str) -> Backend:
-    """A new backend; "auto" is the fastest one for this machine."""
-    path = _BACKENDS.get("cpu" if name == "auto" else name)
+    path = _BACKENDS.get(name)
     if path is None:
-        raise ValueError(f"backend: got {name!r}, must be auto or one of {', '.join(_BACKENDS)}")
+        raise ValueError(f"backend: got {name!r}, must be one of {', '.join(_BACKENDS)}")
     module, _, cls = path.partition(":")
     return getattr(importlib.import_module(module), cls)()
 

@@ -83,6 +83,7 @@ def ablation_of(case: Case, given: dict[str, Any]) -> Ablation:
         ("lightning redundancy", "redundancy", "lightning"),
         ("no redundancy", "redundancy", "none"),
         ("no global score", "alpha", 0.0),
+        ("no weights by values", "values", False),
     ):
         if option not in SCORERS.options(scorer.name):
             absent[name] = f"{scorer.name} has no option {option}"

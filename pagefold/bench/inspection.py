@@ -38,7 +38,7 @@ def print_inspection(config: EngineConfig) -> None:
     geometry = build_geometry(config, spec, layout, parts, policies, DEFAULT_KV_BYTES)
     console = Console(highlight=False, soft_wrap=True)
     _print_facts(console, f"Model {source.name}", _model_facts(source, spec, str(dtype).removeprefix("torch.")))
-    _print_facts(console, "KV rows and pages", _page_facts(config, spec, layout, parts, geometry))
+    _print_facts(console, "KV rows and pages", _page_facts(config, layout, parts, geometry))
     _print_facts(console, "What fits", _capacity_facts(config, spec, geometry, policies.default))
     _print_facts(console, "Plug-ins, with their options", _plugin_facts())
 
@@ -66,9 +66,7 @@ def _model_facts(source: ModelSource, spec: ModelSpec, dtype: str) -> dict[str, 
     }
 
 
-def _page_facts(
-    config: EngineConfig, spec: ModelSpec, layout: HeadLayout, parts: list[Part], geometry: KVGeometry
-) -> dict[str, str]:
+def _page_facts(config: EngineConfig, layout: HeadLayout, parts: list[Part], geometry: KVGeometry) -> dict[str, str]:
     size, heads = config.cache.page_size, layout.heads_per_page
     facts = {
         "layout": f"{config.cache.kv_layout}: {layout.num_groups} group(s) of {heads} heads, {size} rows a page",

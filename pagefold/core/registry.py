@@ -1,4 +1,4 @@
-"""Plug-ins that are one file each, configured by spec strings such as ``"snapkv:window=16,kernel=7"``.
+"""Plug-ins that are one file each, configured by spec strings such as ``"snapkv:kernel=7"``.
 
 A plug-in is a class with a `name` and annotated defaults; `Registry.add` makes it a frozen dataclass. Dropping a
 file into an axis folder is the whole change: `Registry.names` and `Registry.build` import every module of it.

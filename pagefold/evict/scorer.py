@@ -35,6 +35,14 @@ class RowSource(Protocol):
         """float32[J, C, N, D]."""
         ...
 
+    def key_lengths(self) -> Tensor:
+        """|k|, float32[J, C, N]: cheaper than keys."""
+        ...
+
+    def value_lengths(self) -> Tensor:
+        """|v|, float32[J, C, N]: cheaper than values."""
+        ...
+
     def crowding(self, threshold: float, block: int | None = None) -> Tensor:
         """How much a row's key repeats the others: the sum of its cosines with them, float32[J, C, N].
 
@@ -55,6 +63,7 @@ class ScoreContext:
     rows          access to keys, values, attention and state
     num_src       int64[J]      source rows of each job; rows beyond are padding
     num_rows      int64[J]      rows of the head in all: the source rows and those of an open last page
+    num_dropped   int64[J]      source rows that will go: from the second compaction on, the tokens since the one before
     num_tokens    int64[J]      tokens of the sequence; the window's last query is at position num_tokens - 1
     first         bool[J]       this is the request's first compaction
     layers        int64[J, C]   layer of each column
@@ -70,6 +79,7 @@ class ScoreContext:
     rows: RowSource
     num_src: Tensor
     num_rows: Tensor
+    num_dropped: Tensor
     num_tokens: Tensor
     first: Tensor
     layers: Tensor

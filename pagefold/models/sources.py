@@ -23,7 +23,7 @@ from pagefold.core.types import InputError
 from pagefold.models.gguf_file import GGUFFile
 from pagefold.models.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 
-DEFAULT_CACHE = Path("~/.cache/pagefold")
+DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pagefold")
 # one of them says that a directory has a tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges*"]

@@ -19,7 +19,7 @@ from pagefold.runner.fold_graphs import FoldGraphs
 COLUMNS = 7  # integers of a job in a table, besides its destination pages
 ROUNDED = 128  # captured batches have room for a multiple of so many rows
 HEADS = 2304  # heads of all jobs of a captured batch, about: 8 jobs of 36 layers of 8
-WORDS_PER_ROW = 8  # float32 that scoring and selecting hold for a row at most, besides its key or value
+WORDS_PER_ROW = 10  # float32 that scoring and selecting hold for a row at most, besides its key or value
 
 
 class _Rows:
@@ -46,6 +46,12 @@ class _Rows:
 
     def values(self) -> Tensor:
         return self._backend.read_rows(*self._args, "v")
+
+    def key_lengths(self) -> Tensor:
+        return self._backend.read_lengths(*self._args, "k")
+
+    def value_lengths(self) -> Tensor:
+        return self._backend.read_lengths(*self._args, "v")
 
     def crowding(self, threshold: float, block: int | None = None) -> Tensor:
         return self._backend.crowding(*self._args, threshold, block)
@@ -300,6 +306,7 @@ class Compressor:
             rows=_Rows(self.backend, kv, jobs, columns, self.scale),
             num_src=jobs.num_src,
             num_rows=jobs.num_rows,
+            num_dropped=jobs.num_src - (jobs.dst_pages != 0).sum(1) * kv.page_size,
             num_tokens=jobs.num_tokens,
             first=kv.evicted[jobs.slots, jobs.groups] == 0,
             layers=members[..., 0],

@@ -217,7 +217,7 @@ def _counters(stats: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     yield "prefix_cache_hits", "Tokens found there; recomputed ones do not count.", prefix["hits"]
     yield "num_preemptions", "Times a request had to give its pages back.", stats["preemptions"]
     yield "preempted_tokens_lost", "Tokens to be computed again after that.", stats["tokens_lost"]
-    yield "kv_compactions", "Compactions of requests' rows.", stats["folds"]
+    yield "kv_compactions", "Folds of requests' rows.", stats["folds"]
     yield "kv_evicted_tokens", "Rows per head that compactions dropped.", stats["rows"]["evicted"]
     freed, copied = (stats["compaction"][name] for name in ("pages_freed", "pages_copied"))
     yield "kv_blocks_freed_by_eviction", "Pages that compactions gave back, less those of the copies.", freed

@@ -37,7 +37,6 @@ class Counters:
     finished: Counter[str] = field(default_factory=Counter)
     rows_kept: float = 0.0
     rows_evicted: float = 0.0
-    compactions: int = 0
     by_step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
 
     def count_step(self, seconds: float, tokens: int) -> None:
@@ -51,7 +50,6 @@ class Counters:
         self.finished["error" if choice.error else choice.finish_reason or "abort"] += 1
         self.rows_kept += choice.kv.rows_kept
         self.rows_evicted += choice.kv.rows_evicted
-        self.compactions += choice.kv.compactions
 
 
 def engine_stats(engine: Engine, counters: Counters, compiling: int) -> dict[str, Any]:

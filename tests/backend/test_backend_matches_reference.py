@@ -126,6 +126,8 @@ def test_what_scorers_read(backend, layout, hot, cold, first_page):
         for role in ("k", "v"):
             rows = ours.read_rows(view, jobs, columns, role)
             close(rows, theirs.read_rows(view, jobs, columns, role), torch.float32)
+            lengths = ours.read_lengths(view, jobs, columns, role)
+            close(lengths, theirs.read_lengths(view, jobs, columns, role), torch.float32)
         for name in STATE:
             state = ours.read_state(view, jobs, columns, name)
             assert torch.equal(state, theirs.read_state(view, jobs, columns, name))

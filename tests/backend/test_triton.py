@@ -421,6 +421,8 @@ def test_what_scorers_read(hot, cold, first_page):
         for role in ("k", "v"):
             rows = ours.read_rows(view, jobs, columns, role)
             close(rows, theirs.read_rows(view, jobs, columns, role))
+            lengths = ours.read_lengths(view, jobs, columns, role)
+            close(lengths, theirs.read_lengths(view, jobs, columns, role))
         for name in STATE:
             state = ours.read_state(view, jobs, columns, name)
             assert torch.equal(state, theirs.read_state(view, jobs, columns, name))

@@ -44,6 +44,7 @@ def launches_of(monkeypatch, hot: str, cold: str | None) -> list[Launch]:
     ours, every = TritonBackend(), slice(None)
     ours.window_scores(view, jobs, every, 0.1)
     ours.read_state(view, jobs, every, "score")
+    ours.read_lengths(view, jobs, every, "v")
     ours.crowding(view, jobs, every, 0.5, 256)
     ours.crowding(view, jobs, every, 0.5, None)
     scores = torch.zeros(len(jobs.slots), view.members.shape[1], jobs.max_src)
@@ -54,11 +55,11 @@ def launches_of(monkeypatch, hot: str, cold: str | None) -> list[Launch]:
 
 @pytest.mark.parametrize("hot, cold", TIERS)
 def test_a_fold_is_few_launches(monkeypatch, hot, cold):
-    """Two passes of window attention, state, lengths, crowding, selection, moving."""
+    """Two passes of window attention, state, lengths of values and keys, crowding, selection, moving."""
     names = [launch.kernel.__name__ for launch in launches_of(monkeypatch, hot, cold)]
     tiers = 1 + bool(cold)
     assert names.count("compare_rows") == 2
-    assert names.count("row_lengths") == (0 if cold else 2)
+    assert names.count("row_lengths") == (2 if cold else 3)
     assert names.count("rotate_window") == int("int4" in (hot, cold))
     assert names.count("window_sums") == names.count("window_weights") == tiers
     assert [names.count(name) for name in ("read_states", "select_best", "move_rows")] == [1, 1, 1]

@@ -87,6 +87,12 @@ class DenseRows:
                 out[0, c, :seen] += (weights.amax(0) if across == "max" else weights.mean(0)) / window
         return out
 
+    def key_lengths(self) -> Tensor:
+        return self.keys().norm(dim=-1)
+
+    def value_lengths(self) -> Tensor:
+        return self.values().norm(dim=-1)
+
     def crowding(self, threshold: float, block: int | None = None) -> Tensor:
         keys = self.keys()
         return crowding_of_rows(keys, torch.ones(1, 1, keys.shape[2], dtype=torch.bool), threshold, block)
@@ -157,6 +163,7 @@ class Dense:
             rows=DenseRows(self, group),
             num_src=one(n),
             num_rows=one(n),
+            num_dropped=one(n - budget),
             num_tokens=one(self.count),
             first=one(g not in self._folded),
             layers=layers,

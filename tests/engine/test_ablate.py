@@ -51,6 +51,7 @@ def test_each_row_of_an_ablation_differs_from_the_folded_one_in_one_option():
         "full redundancy": {"kv_eviction": "zipage:redundancy=full"},
         "no redundancy": {"kv_eviction": "zipage:redundancy=none"},
         "no global score": {"kv_eviction": "zipage:alpha=0.0"},
+        "no weights by values": {"kv_eviction": "zipage:values=False"},
     }
     for options in (folded, *rows.values()):
         EngineConfig.from_options(**options)

@@ -180,6 +180,8 @@ def test_what_scorers_read(hot, cold, across):
     for role in ("k", "v"):
         rows = backend.read_rows(gpu, moved(jobs), slice(1, 2), role)
         assert relative(rows, Reference().read_rows(view, jobs, slice(1, 2), role)) < 1e-5
+        lengths = backend.read_lengths(gpu, moved(jobs), slice(1, 2), role)
+        assert relative(lengths, Reference().read_lengths(view, jobs, slice(1, 2), role)) < 1e-5
     state = backend.read_state(gpu, moved(jobs), slice(None), "score")
     assert torch.equal(state.cpu(), Reference().read_state(view, jobs, slice(None), "score"))
 

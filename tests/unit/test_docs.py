@@ -44,6 +44,12 @@ class Rows:
     def values(self) -> torch.Tensor:
         return self._values
 
+    def key_lengths(self) -> torch.Tensor:
+        return self.keys().norm(dim=-1)
+
+    def value_lengths(self) -> torch.Tensor:
+        return self.values().norm(dim=-1)
+
     def state(self, name: str) -> torch.Tensor:
         raise AssertionError(f"the example keeps no state, but asked for {name!r}")
 
@@ -54,6 +60,7 @@ def context(rows: Rows) -> ScoreContext:
         rows=rows,
         num_src=torch.full((J,), N),
         num_rows=torch.full((J,), N),
+        num_dropped=torch.ones(J, dtype=torch.int64),
         num_tokens=torch.full((J,), N),
         first=torch.ones(J, dtype=torch.bool),
         layers=torch.zeros(J, C, dtype=torch.int64),

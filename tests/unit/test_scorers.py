@@ -80,6 +80,12 @@ class DenseRows:
     def values(self) -> Tensor:
         return self._pad([case.values for case in self.cases])
 
+    def key_lengths(self) -> Tensor:
+        return self.keys().norm(dim=-1)
+
+    def value_lengths(self) -> Tensor:
+        return self.values().norm(dim=-1)
+
     def crowding(self, threshold: float, block: int | None = None) -> Tensor:
         rows = [
             crowding_of_rows(case.keys[None, :, : case.num_src], torch.ones(1, 1, case.num_src) > 0, threshold, block)
@@ -98,6 +104,7 @@ def make_context(cases: list[Case], dtype: torch.dtype = torch.float64, layers=(
         rows=DenseRows(cases, dtype),
         num_src=column("num_src"),
         num_rows=column("num_rows"),
+        num_dropped=column("num_src") // 2,
         num_tokens=column("num_tokens"),
         first=column("first"),
         layers=torch.tensor(layers).expand(len(cases), -1),

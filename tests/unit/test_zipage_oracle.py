@@ -33,6 +33,8 @@ OPTIONS = {
     "always pooled": {"block": 16, "pool": "always", "kernel": 3},
     "nothing similar": {"block": 16, "threshold": 1.5},
     "attention first": {"block": 16, "lam": 0.9, "tau": 1.0},
+    "the paper": {"block": 16, "values": False},
+    "attention alone": {"redundancy": "none", "values": False},
 }
 
 
@@ -71,15 +73,17 @@ def crowd(keys: np.ndarray, threshold: float) -> np.ndarray:
 
 @dataclass
 class OracleHead:
-    """One head's rows: which tokens they are, their keys and their F."""
+    """One head's rows: which tokens they are, their keys and values, and their F."""
 
     tokens: list[int] = field(default_factory=list)
     keys: list[np.ndarray] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
 
-    def append(self, token: int, key: np.ndarray) -> None:
+    def append(self, token: int, key: np.ndarray, value: np.ndarray) -> None:
         self.tokens.append(token)
         self.keys.append(key)
+        self.values.append(value)
         self.memory.append(0.0)
 
     def fold(self, queries: np.ndarray, first: bool, o: dict) -> list[int]:
@@ -88,11 +92,15 @@ class OracleHead:
         keys = np.array(self.keys)
         s = window_attention(queries, keys)[:n_src]
         if not first:
-            s = np.array([max(s[j], o["alpha"] * self.memory[j]) for j in range(n_src)])
+            left = o["alpha"] ** ((n_src - BUDGET) / o["block"])
+            s = np.array([max(s[j], left * self.memory[j]) for j in range(n_src)])
         memory = list(s)
         if o["pool"] == "always" or (o["pool"] == "once" and first):
             reach = o["kernel"] // 2
             s = np.array([max(s[max(0, j - reach) : j + reach + 1]) for j in range(n_src)])
+        if o["values"]:
+            lengths = [math.sqrt(sum(x * x for x in self.values[j])) for j in range(n_src)]
+            s = np.array([s[j] * lengths[j] / (sum(lengths) / n_src) for j in range(n_src)])
         z = s
         if o["redundancy"] == "full":
             z = o["lam"] * s - (1 - o["lam"]) * softmax(crowd(keys[:n_src], o["threshold"]) / (o["tau"] * n_src))
@@ -106,17 +114,19 @@ class OracleHead:
         memory += self.memory[n_src:]
         self.tokens = [self.tokens[j] for j in rows]
         self.keys = [self.keys[j] for j in rows]
+        self.values = [self.values[j] for j in rows]
         self.memory = [memory[j] for j in rows]
         return keep
 
 
 @dataclass
 class Rows:
-    """A RowSource over one job: queries [C, w, G, D], keys [C, n, D] of all rows, memory [C, n]."""
+    """A RowSource over one job: queries [C, w, G, D], keys and values [C, n, D] of all rows, memory [C, n]."""
 
     num_src: int
     window_queries: torch.Tensor
     all_keys: torch.Tensor
+    all_values: torch.Tensor
     memory: torch.Tensor
 
     def attention(self, across: str = "max") -> torch.Tensor:
@@ -133,7 +143,10 @@ class Rows:
         return self.all_keys[None, :, : self.num_src]
 
     def values(self) -> torch.Tensor:
-        return self.keys()
+        return self.all_values[None, :, : self.num_src]
+
+    def value_lengths(self) -> torch.Tensor:
+        return self.values().norm(dim=-1)
 
     def crowding(self, threshold: float, block: int | None = None) -> torch.Tensor:
         return crowding_of_rows(self.keys(), torch.ones(1, 1, self.num_src, dtype=torch.bool), threshold, block)
@@ -149,6 +162,7 @@ def context(rows: Rows, num_tokens: int, first: bool) -> ScoreContext:
         rows=rows,
         num_src=torch.tensor([rows.num_src]),
         num_rows=torch.tensor([rows.all_keys.shape[1]]),
+        num_dropped=torch.tensor([rows.num_src - BUDGET]),
         num_tokens=torch.tensor([num_tokens]),
         first=torch.tensor([first]),
         layers=torch.zeros_like(columns),
@@ -160,19 +174,20 @@ def context(rows: Rows, num_tokens: int, first: bool) -> ScoreContext:
     )
 
 
-def recorded_stream(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """queries [T, H, G, D] and keys [T, H, D]; keys repeat a few directions, so that many are redundant."""
+def recorded_stream(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """queries [T, H, G, D], keys and values [T, H, D]; keys repeat a few directions, so that many are redundant."""
     draw = np.random.default_rng(seed)
     directions = draw.normal(size=(HEADS, 6, DIM))
     keys = directions[:, draw.integers(0, 6, EVENTS[-1])].swapaxes(0, 1) + 0.3 * draw.normal(
         size=(EVENTS[-1], HEADS, DIM)
     )
-    return draw.normal(size=(EVENTS[-1], HEADS, GROUP, DIM)), keys
+    queries, values = draw.normal(size=(EVENTS[-1], HEADS, GROUP, DIM)), draw.normal(size=keys.shape)
+    return queries, keys, values * draw.uniform(0.1, 2, size=(EVENTS[-1], HEADS, 1))
 
 
 def fold_scorer(options: dict, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(kept rows, tokens of the rows, F of the rows) after each compaction, by the scorer."""
-    queries, keys = (torch.from_numpy(x) for x in recorded_stream(seed))
+    queries, keys, values = (torch.from_numpy(x) for x in recorded_stream(seed))
     scorer = SCORERS.get("zipage")(**options)
     tokens = torch.empty(HEADS, 0, dtype=torch.int64)
     memory = torch.empty(HEADS, 0)
@@ -184,9 +199,9 @@ def fold_scorer(options: dict, seed: int = 0) -> list[tuple[torch.Tensor, torch.
         start = event
         num_rows = tokens.shape[1]
         num_src = num_rows // PAGE * PAGE
-        all_keys = torch.stack([keys[tokens[c], c] for c in range(HEADS)])
+        all_keys, all_values = (torch.stack([x[tokens[c], c] for c in range(HEADS)]) for x in (keys, values))
         window = queries[event - WINDOW : event].permute(1, 0, 2, 3)
-        ctx = context(Rows(num_src, window, all_keys, memory), event, first=not history)
+        ctx = context(Rows(num_src, window, all_keys, all_values, memory), event, first=not history)
         keep = select_rows(scorer.score(ctx), ctx.num_src, ctx.num_rows, BUDGET, SINKS, WINDOW)[0]
         if "global_score" in ctx.new_state:
             memory[:, :num_src] = ctx.new_state["global_score"][0, ..., 0]
@@ -200,14 +215,14 @@ def fold_scorer(options: dict, seed: int = 0) -> list[tuple[torch.Tensor, torch.
 def test_every_compaction_keeps_what_the_oracle_keeps(name):
     options = OPTIONS[name]
     full = {**SCORERS.options("zipage"), **options}
-    queries, keys = recorded_stream()
+    queries, keys, values = recorded_stream()
     heads = [OracleHead() for _ in range(HEADS)]
     start = 0
     for i, (keep, tokens, memory) in enumerate(fold_scorer(options)):
         event = EVENTS[i]
         for c, head in enumerate(heads):
             for token in range(start, event):
-                head.append(token, keys[token, c])
+                head.append(token, keys[token, c], values[token, c])
             kept = head.fold(queries[event - WINDOW : event, c], first=i == 0, o=full)
             assert keep[c].tolist() == kept, f"head {c}, compaction {i}"
             assert tokens[c].tolist() == head.tokens
@@ -236,9 +251,9 @@ def test_sinks_window_and_counts_hold_at_every_compaction(name):
 def random_rows(seed: int, num_src: int, memory: float = 0.0) -> Rows:
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(*shape, generator=draw, dtype=torch.float64)  # noqa: E731
-    queries, keys = normal(HEADS, WINDOW, GROUP, DIM), normal(HEADS, num_src, DIM)
+    queries, keys, values = normal(HEADS, WINDOW, GROUP, DIM), normal(HEADS, num_src, DIM), normal(HEADS, num_src, DIM)
     past = torch.rand(HEADS, num_src, generator=draw, dtype=torch.float64) * memory
-    return Rows(num_src, queries, keys, past)
+    return Rows(num_src, queries, keys, values, past)
 
 
 def redundancy_of(rows: Rows, **options) -> torch.Tensor:
@@ -290,7 +305,7 @@ def test_redundancy_is_a_share_among_real_rows(redundancy):
 def test_memory_only_ever_raises_a_score(first):
     rows = random_rows(0, 32, memory=0.3)
     plain = rows.attention()[0]
-    run = lambda alpha: SCORERS.get("zipage")(alpha=alpha, redundancy="none", pool="none")  # noqa: E731
+    run = lambda alpha: SCORERS.get("zipage")(alpha=alpha, redundancy="none", pool="none", values=False)  # noqa: E731
     ctx = context(rows, 32, first)
     remembered = run(0.8).score(ctx)[0]
     assert (remembered >= plain).all()
@@ -302,9 +317,21 @@ def test_memory_only_ever_raises_a_score(first):
 def test_memory_is_stored_before_pooling():
     rows = random_rows(0, 32)
     ctx = context(rows, 32, first=True)
-    pooled = SCORERS.get("zipage")(redundancy="none", pool="always").score(ctx)[0]
+    pooled = SCORERS.get("zipage")(redundancy="none", pool="always", values=False).score(ctx)[0]
     torch.testing.assert_close(ctx.new_state["global_score"][0, ..., 0], rows.attention()[0].float())
     assert (pooled > rows.attention()[0]).any()
+
+
+def test_of_rows_looked_at_alike_those_that_add_more_are_worth_more():
+    rows = random_rows(0, 32)
+    by_values = SCORERS.get("zipage")(redundancy="none", alpha=0.0, pool="none")
+    score = by_values.score(context(rows, 32, first=True))[0]
+    lengths = rows.value_lengths()[0]
+    torch.testing.assert_close(score / rows.attention()[0], lengths / lengths.mean(-1, keepdim=True))
+    rows.all_values = rows.all_values * 1000  # what counts is how rows compare
+    torch.testing.assert_close(by_values.score(context(rows, 32, first=True))[0], score)
+    rows.all_values = rows.all_values * 0
+    assert (by_values.score(context(rows, 32, first=True))[0] == 0).all()
 
 
 def test_ranking_ignores_a_constant():

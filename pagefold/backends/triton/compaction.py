@@ -33,15 +33,18 @@ def centred_pieces(
 
 @jit(do_not_specialize=[*WHERE, "max_src"])
 def row_lengths(
-    data, scale, inverse, num_src, tables, first_column, num_groups, max_pages, num_pages, cold_pages, max_src,
-    PS: tl.constexpr, D: tl.constexpr, N: tl.constexpr, MMA: tl.constexpr, LOAD: tl.constexpr,
-    PIECES: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, SCALED: tl.constexpr,
+    data, scale, out, num_src, tables, first_column, num_groups, max_pages, num_pages, cold_pages, max_src,
+    INVERSE: tl.constexpr, TIER: tl.constexpr, NUM_TIERS: tl.constexpr, PS: tl.constexpr, D: tl.constexpr,
+    N: tl.constexpr, MMA: tl.constexpr, LOAD: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
+    GAIN: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, C, J): inverse float32[J, C, max_src], what makes the length of `centred_pieces` 1."""
+    """Grid (tiles of rows, C, J): out float32[J, C, max_src], the lengths of the source rows of one tier, or, INVERSE,
+    what makes the length of their `centred_pieces` 1."""
     i_j = tl.program_id(2)
     i = tl.program_id(0) * N + tl.arange(0, N)
     ok = i < tl.load(num_src + i_j)
-    row, _ = source_rows(i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages, PS, 1)
+    row, is_cold = source_rows(i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages, PS, NUM_TIERS)
+    ok &= is_cold == (TIER == 1)
     pieces = centred_pieces(data, row, ok, D, False, LOAD, PIECES, BIAS, GAIN, MMA)
     squares = tl.zeros([N], tl.float32)
     for p in tl.static_range(PIECES):
@@ -49,10 +52,13 @@ def row_lengths(
         squares += tl.sum(wide * wide, 1)
     length = tl.sqrt(squares)
     factor = 1.0
-    if SCALED:  # a row shorter than 1e-6 counts as one of that length
+    if SCALED:
         factor = tl.load(scale + row, mask=ok, other=0.0).to(tl.float32)
+    length *= factor
+    if INVERSE:  # a row shorter than 1e-6 counts as one of that length
+        length = factor / tl.maximum(length, 1e-6)
     to = (i_j.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * max_src + i
-    tl.store(inverse + to, factor / tl.maximum(factor * length, 1e-6), mask=ok)
+    tl.store(out + to, length, mask=ok)
 
 
 @jit
@@ -284,11 +290,7 @@ class TritonCompaction:
         if num_tiers == 2:  # rows of length 1
             mma = tl.float32 if tl.float32 in map(mma_dtype, codecs) else tl.float16
         if num_tiers == 1:
-            own = {name: constants[name] for name in ("LOAD", "PIECES", "BIAS", "GAIN", "SCALED")}
-            row_lengths[(triton.cdiv(max_src, TILE), *shape[1::-1])](
-                *(hot.rows("k_data"), hot.rows("k_scale"), inverse, jobs.num_src, *where(kv, jobs, columns), max_src),
-                **dict(PS=kv.page_size, D=head_dim, N=TILE, MMA=mma, **own),
-            )
+            self._lengths(kv, jobs, columns, "k", inverse, INVERSE=True)
         grid = (triton.cdiv(max_src, length) * triton.cdiv(length, rows), *shape[1::-1])
         compare_rows[grid](
             tuple(store.rows(f"k_{part}") for store in (hot, cold) for part in ("data", "scale")),
@@ -314,6 +316,34 @@ class TritonCompaction:
             num_stages=2,
         )
         return total.sub_(less * 2.0**-40)
+
+    def read_lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
+        shape = (len(jobs.slots), width_of(kv, columns), jobs.max_src)
+        out = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
+        self._lengths(kv, jobs, columns, role, out, INVERSE=False)
+        return out
+
+    def _lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor, *, INVERSE: bool) -> None:
+        for tier, store in enumerate(kv.tiers):
+            codec = codec_of(store, role)
+            own = decoding(codec, store.head_dim)
+            del own["ROTATE"]  # lengths are the same in any frame
+            row_lengths[(triton.cdiv(jobs.max_src, TILE), *out.shape[1::-1])](
+                store.rows(f"{role}_data"),
+                store.rows(f"{role}_scale"),
+                out,
+                jobs.num_src,
+                *where(kv, jobs, columns),
+                jobs.max_src,
+                INVERSE=INVERSE,
+                TIER=tier,
+                NUM_TIERS=len(kv.tiers),
+                PS=kv.page_size,
+                D=store.head_dim,
+                N=TILE,
+                MMA=mma_dtype(device_codec(codec)),
+                **own,
+            )
 
     def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
         num_jobs, width, max_src = scores.shape

@@ -24,14 +24,25 @@ def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
 
 
 def softmax_rows(logits: Tensor, valid: Tensor) -> Tensor:
-    """Softmax over the source rows, 0 on padding. float[J, C, N], up to 2 million rows.
-
-    The sum is taken in integers (steps of 2^-42 of the largest weight), which have no order of summation: a job's
-    weights are the same to the last bit whatever it is padded to.
-    """
+    """Softmax over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
     logits = logits.masked_fill(~valid, -torch.inf)
-    weights = (logits - logits.amax(-1, keepdim=True)).exp()
-    total = (weights * 2.0**42).long().sum(-1, keepdim=True)
+    return _shares((logits - logits.amax(-1, keepdim=True)).exp())
+
+
+def times_mean(x: Tensor, valid: Tensor) -> Tensor:
+    """x >= 0 as a multiple of its mean over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
+    x = x.masked_fill(~valid, 0.0)
+    largest = x.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    return _shares(x / largest) * valid.sum(-1, keepdim=True)
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """Weights in [0, 1], of which the largest is 1 (or 0: then all shares are), as shares of their sum.
+
+    The sum is taken in integers (steps of 2^-42), which have no order of summation: a job's shares are the same to the
+    last bit whatever it is padded to.
+    """
+    total = (weights * 2.0**42).long().sum(-1, keepdim=True).clamp(min=1)
     return weights / (total.to(weights.dtype) * 2.0**-42)
 
 

@@ -54,7 +54,7 @@ class ExpectedAttention:
             logits = (queries[..., head, :] @ keys.mT) * ctx.scale
             variance, mean = torch.var_mean(logits, dim=2, correction=0)
             attention += softmax_rows(mean + variance / 2, ctx.valid)
-        return (attention / query_heads + self.eps) * ctx.rows.values().norm(dim=-1)
+        return (attention / query_heads + self.eps) * ctx.rows.value_lengths()
 
 
 def _rope(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,8 @@ class KeyNorm:
     name: ClassVar[str] = "keynorm"
     needs_window: ClassVar[bool] = False
     never_waits: ClassVar[bool] = True
+    reads_rows: ClassVar[bool] = False
     state: ClassVar[dict[str, Plane]] = {}
 
     def score(self, ctx: ScoreContext) -> Tensor:
-        return -ctx.rows.keys().norm(dim=-1)
+        return -ctx.rows.key_lengths()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows
+from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows, times_mean
 from pagefold.store.format import Plane
 
 POOLS = ("none", "once", "always")
@@ -20,16 +20,23 @@ class Zipage:
     The memory comes from G-KV, the redundancy from R-KV.
 
         S    window attention: softmax per query head, max over the KV head's query heads, mean over the window
-        S'   max(S, alpha * F), F being the row's S' at the compaction before; S at a request's first compaction
+        S'   max(S, alpha^(n / block) * F), F being the row's S' at the compaction before and n the tokens since; S at a
+             request's first compaction
+        V    S' times the length of the row's value, as a multiple of the mean one: what it adds to the output
         R    softmax over the source rows of their crowding (`RowSource.crowding`), divided by tau and the rows compared
-        Z    lam * S' - (1 - lam) * R, or S' without redundancy; S' is max-pooled first where `pool` says so
+        Z    lam * V - (1 - lam) * R, or V without redundancy; S' is max-pooled first where `pool` says so
 
-    lam, tau, alpha   weights as above; alpha=0 turns the memory off
+    V is not Zipage's, which has S' in its place (values=false); weights by values are from VATP (arXiv 2406.12335).
+
+    lam, tau          weights as above
+    alpha             what is left of F after `block` tokens, as many as lie between two compactions in the paper; 0
+                      turns the memory off
     pool              "none", "once" (at the first compaction of a request) or "always"
     kernel            rows a pooling step looks at, odd
     redundancy        "none", "lightning" (rows are compared inside blocks) or "full" (all pairs)
     threshold         cosine above which two rows are similar; above 1 none are
     block             consecutive source rows that lightning compares
+    values            whether scores are weighted by the lengths of values
     """
 
     name: ClassVar[str] = "zipage"
@@ -46,6 +53,7 @@ class Zipage:
     redundancy: str = "lightning"
     threshold: float = 0.5
     block: int = 256
+    values: bool = True
 
     def __post_init__(self):
         require(0 <= self.lam <= 1, "lam", self.lam, "a number in [0, 1]")
@@ -62,6 +70,8 @@ class Zipage:
         if self.pool != "none":
             pooled = max_pool_rows(scores, ctx.valid, self.kernel)
             scores = pooled if self.pool == "always" else torch.where(ctx.first[:, None, None], pooled, scores)
+        if self.values:
+            scores = scores * times_mean(ctx.rows.value_lengths(), ctx.valid)
         if self.redundancy == "none":
             return scores
         return self.lam * scores - (1 - self.lam) * self._redundancy(ctx)
@@ -74,7 +84,8 @@ class Zipage:
         """
         if self.alpha == 0:
             return attention
-        past = (self.alpha * ctx.rows.state("global_score")[..., 0]).masked_fill(ctx.first[:, None, None], 0.0)
+        left = self.alpha ** (ctx.num_dropped.to(attention.dtype) / self.block)
+        past = (left[:, None, None] * ctx.rows.state("global_score")[..., 0]).masked_fill(ctx.first[:, None, None], 0.0)
         scores = torch.maximum(attention, past)
         ctx.new_state["global_score"] = scores.float()[..., None]
         return scores
