@@ -84,7 +84,8 @@ failed=()
 [ $# -gt 0 ] || set -- "${STAGES[@]}"
 for stage; do
     start=$SECONDS
-    (run "$stage") >"$OUT/$stage.log" 2>&1 || failed+=("$stage")
+    (set -e; run "$stage") >"$OUT/$stage.log" 2>&1
+    [ $? -eq 0 ] || failed+=("$stage")
     echo "$stage: $((SECONDS - start)) s"
 done
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}"; exit 1; }

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from pagefold.core.places import cache_folder
+
 logger = logging.getLogger(__name__)
 
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
@@ -98,8 +100,7 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "pagefold" / "kernels"
+    folder = cache_folder() / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return folder

@@ -63,7 +63,8 @@ class ScoreContext:
     rows          access to keys, values, attention and state
     num_src       int64[J]      source rows of each job; rows beyond are padding
     num_rows      int64[J]      rows of the head in all: the source rows and those of an open last page
-    num_dropped   int64[J]      source rows that will go: from the second compaction on, the tokens since the one before
+    num_dropped   int64[J]      source rows that will go: as many as came since the compaction before, unless this
+                                is the first or the budget changed in between
     num_tokens    int64[J]      tokens of the sequence; the window's last query is at position num_tokens - 1
     first         bool[J]       this is the request's first compaction
     layers        int64[J, C]   layer of each column

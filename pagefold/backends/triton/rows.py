@@ -1,5 +1,7 @@
 """Single rows read, moved and turned between frames: kernels, and the backend's calls that launch them."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -271,27 +273,27 @@ def _words(store: PageStore, name: str) -> Tensor:
     return rows
 
 
+def by_tier(
+    kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor
+) -> Iterator[tuple[tuple, RowCodec, dict[str, int]]]:
+    """For kernels that turn source rows into something of their own, a launch a tier: their arguments up to `max_src`,
+    the tier's codec, and its constants. `out` is float32[J, C, max_src, ...]."""
+    numbers = where(kv, jobs, columns)
+    for tier, store in enumerate(kv.tiers):
+        args = store.rows(f"{role}_data"), store.rows(f"{role}_scale"), out, jobs.num_src, *numbers, jobs.max_src
+        constants = {"TIER": tier, "NUM_TIERS": len(kv.tiers), "PS": kv.page_size, "D": store.head_dim}
+        yield args, codec_of(store, role), constants
+
+
 class TritonRows:
     """The compactor's part of the backend: what scorers read, and rows and pages on the move."""
 
     def read_rows(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
         shape = (len(jobs.slots), width_of(kv, columns), jobs.max_src, kv.window.shape[-1])
         out = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
-        for tier, store in enumerate(kv.tiers):
-            read_rows[(triton.cdiv(jobs.max_src, ROWS), shape[1], shape[0])](
-                store.rows(f"{role}_data"),
-                store.rows(f"{role}_scale"),
-                out,
-                jobs.num_src,
-                *where(kv, jobs, columns),
-                jobs.max_src,
-                TIER=tier,
-                NUM_TIERS=len(kv.tiers),
-                PS=kv.page_size,
-                D=shape[3],
-                N=ROWS,
-                **decoding(codec_of(store, role), shape[3]),
-            )
+        grid = triton.cdiv(jobs.max_src, ROWS), shape[1], shape[0]
+        for args, codec, constants in by_tier(kv, jobs, columns, role, out):
+            read_rows[grid](*args, N=ROWS, **constants, **decoding(codec, shape[3]))
         return out
 
     def read_state(self, kv: KVView, jobs: JobBatch, columns: slice, name: str) -> Tensor:
