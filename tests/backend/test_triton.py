@@ -429,6 +429,23 @@ def test_what_scorers_read(hot, cold, first_page):
 
 
 @interpreted
+@pytest.mark.parametrize("hot, cold", [("fp8", None), ("bf16", "int4")])
+def test_scores_of_many_splits_ignore_longer_neighbours(monkeypatch, hot, cold):
+    monkeypatch.setattr(module, "SPLIT_ROWS", 16)
+    monkeypatch.setattr(module, "SHARE", 104)
+    case = Case("mixed", hot, cold, (60, 280), head_dim=32, num_window=5)
+    view = make_view(case)
+    jobs, column = make_jobs(view, case, dst_tier=0), slice(1, 2)
+    scores = TritonBackend().window_scores(view, jobs, column, 0.3)
+    close(scores, Reference().window_scores(view, jobs, column, 0.3))
+    for j, (num_src, num_rows) in enumerate(zip(jobs.num_src.tolist(), jobs.num_rows.tolist())):
+        own = {name: value[j : j + 1] for name, value in vars(jobs).items() if isinstance(value, torch.Tensor)}
+        alone = dataclasses.replace(jobs, **own, max_src=num_src, max_rows=num_rows)
+        same = TritonBackend().window_scores(view, alone, column, 0.3)
+        assert torch.equal(same[0], scores[j, :, :num_src])
+
+
+@interpreted
 @pytest.mark.parametrize("hot, cold", TIERS)
 @pytest.mark.parametrize("layout", ["by_layer", "mixed"])
 def test_compaction_writes_the_same_bytes(layout, hot, cold):

@@ -2,6 +2,8 @@
 
 # ruff: noqa: E402 - what is imported depends on Triton being there and compiling
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -83,3 +85,16 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, hot, cold, capabi
             assert any(op.startswith(("HMMA", "HGMMA")) for op in ops), f"{name} without matrix units"
         if name.startswith("move_rows") and cold is None:
             assert any(op.startswith("LDG.E.128") for op in ops), f"{name} moves narrow words"
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "int4"])
+def test_tiles_of_window_attention_make_no_threads_wait(monkeypatch, tmp_path, format):
+    """But for the tile's own arrival: sums stay in lanes; scores are summed over the window in a warp."""
+    for launch in launches_of(monkeypatch, format, None):
+        if launch.kernel.__name__ in ("window_sums", "window_weights"):
+            loop, registers = instructions(launch.compile(90).asm["cubin"], tmp_path)
+            kinds = Counter(op.split(".")[0] for op in loop)
+            assert kinds["HGMMA"] == 8 and kinds["LDGSTS"], "the loop over tiles"
+            assert kinds["STS"] == kinds["LDS"] == 0 and kinds["BAR"] <= 2
+            assert kinds["SHFL"] == (4 if launch.kernel.__name__ == "window_weights" else 0)
+            assert kinds["MUFU"] <= 48 and len(loop) <= 470 and registers <= 168, "three programs at a time"

@@ -33,7 +33,15 @@ from pagefold.backends.triton.plan import (
     tile_tokens,
 )
 from pagefold.backends.triton.rows import TritonRows, rotate_rows
-from pagefold.backends.triton.window_scores import SHARE, SPLIT_ROWS, rotate_window, window_sums, window_weights
+from pagefold.backends.triton.window_scores import (
+    SHARE,
+    SPLIT_ROWS,
+    SUMS,
+    WEIGHTS,
+    rotate_window,
+    window_sums,
+    window_weights,
+)
 from pagefold.store.shim import HAS_TRITON, triton
 
 
@@ -300,7 +308,8 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
         rotated = kv.window
         if _rotates(kv):
             queries = num_window * per_head
-            rotated = torch.empty(num_jobs, num_columns, queries, head_dim, dtype=torch.float32, device=device)
+            dtype = torch.float32 if interpreted() else torch.float16  # what rotated rows are multiplied as
+            rotated = torch.empty(num_jobs, num_columns, queries, head_dim, dtype=dtype, device=device)
             rotate_window[(triton.cdiv(queries, 8), num_columns, num_jobs)](
                 *(kv.window, rotated, kv.members, jobs.groups, jobs.window_slots, *of_window),
                 R=per_head,
@@ -310,20 +319,20 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                 num_warps=1,
             )
         base_2 = scale * math.log2(math.e)
-        constants = dict(R=per_head, W=num_window, WP=window_pad, Q=num_queries, D=head_dim, PS=kv.page_size, N=64)
+        constants = dict(R=per_head, W=num_window, WP=window_pad, Q=num_queries, D=head_dim, PS=kv.page_size)
         tables = (kv.members, kv.page_table, kv.cold, jobs.slots, jobs.groups, jobs.num_rows, jobs.window_slots)
         passes = (
-            (window_sums, splits, (sums, *tables), (base_2, SPLIT_ROWS), {}, 2),
+            (window_sums, splits, (sums, *tables), (base_2, SPLIT_ROWS), {"LANES": 16 * SUMS.warps}, SUMS),
             (
                 window_weights,
                 triton.cdiv(max_src, SHARE),
                 (sums, scores, *tables, jobs.num_src, jobs.first_page),
-                (base_2, SHARE, num_tiers * splits, max_src),
+                (base_2, SHARE, splits, max_src),
                 {"MEAN": across == "mean"},
-                3,
+                WEIGHTS,
             ),
         )
-        for kernel, programs, tensors, numbers, options, stages in passes:
+        for kernel, programs, tensors, numbers, options, shape in passes:
             for tier, store in enumerate(kv.tiers):
                 own = store.format.k.rotate
                 kernel[(programs, num_columns, num_jobs)](
@@ -337,13 +346,14 @@ class TritonBackend(TritonOps, TritonRows, TritonCompaction):
                     *kv.page_table.shape[1:],
                     **constants,
                     **options,
+                    N=shape.tile,
                     TIER=tier,
                     NUM_TIERS=num_tiers,
                     OWN=own,
                     **reading(store.format.k, head_dim),
                     PRECISION="ieee",
-                    num_warps=4,
-                    num_stages=stages,
+                    num_warps=shape.warps,
+                    num_stages=shape.stages,
                 )
         return scores
 

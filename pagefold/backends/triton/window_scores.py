@@ -2,15 +2,22 @@
 
 Two passes over the keys. The first finds, for each query, the logarithm of its sum of exponentials over all rows it
 sees; the second computes the weights again, tile by tile, and reduces them over query heads and over the window.
+
+Keys are few bytes for what is done with them, so instructions and waits count: the page and the scales of a tile are
+asked for a tile ahead, and only tiles that not all queries see whole are masked. A head's last tile is read whole as
+well, rows behind the last being those of its page or of page 0; they are masked or not stored.
 """
 
-from pagefold.backends.triton.addressing import piece_channels, tier_rows, tile_pages, tile_rows
+from pagefold.backends.triton.addressing import tier_rows, tile_pages, tile_rows
+from pagefold.backends.triton.plan import Shape
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
 
 WINDOW = ("first_column", "num_columns", "num_slots", "num_heads")  # integers of `window_of`
 SPLIT_ROWS = 2048  # of a program of `window_sums`: a constant, so that no sum depends on who else is in the batch
 SHARE = 1024  # rows of a program of `window_weights`
+# how the two passes are launched; tiles of the first have 16 rows a warp at least
+SUMS, WEIGHTS = Shape(tile=64, warps=4, stages=3), Shape(tile=64, warps=4, stages=3)
 
 
 @jit
@@ -37,7 +44,7 @@ def rotate_window(
     window, rotated, members, groups, window_slots, first_column, num_columns, num_slots, num_heads,
     R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, C, J): rotated float32[J, C, W, R, D], the queries of each head in the frame K is stored in."""
+    """Grid (rows, C, J): rotated [J, C, W, R, D], the queries of each head in the frame K is stored in."""
     i_c, i_j = tl.program_id(1), tl.program_id(2)
     queries, row_size = window_of(
         window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, False
@@ -57,32 +64,51 @@ def window_queries(
     P: tl.constexpr, PAIRS: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, MMA: tl.constexpr,
 ):  # fmt: skip
     """(pieces [D / P, Q] of the queries of R heads, their bias [Q]); query r * WP + u is query u of head r, which is
-    at u * row_size + r * D. What all pieces have of their gain, GAIN[0], is left to the scale of the logits."""
-    o_q = tl.arange(0, Q)
+    at u * row_size + r * D. What all pieces have of their gain, GAIN[0], is left to the scale of the logits.
+
+    Queries are read as they lie, in wide words, and put in order in registers."""
+    o_q, o_d = tl.arange(0, Q), tl.arange(0, D * PAIRS // P)
     r, u = o_q // WP, o_q % WP
+    at = (u * row_size + r * D)[:, None] + o_d[None, :]
+    mask = ((r < R) & (u < W))[:, None]
     b_q = ()
     bias = tl.zeros([Q], tl.float32)
-    for p in tl.static_range(P):
-        at = (u * row_size + r * D)[None, :] + piece_channels(D, P, PAIRS, p)[:, None]
-        mask = ((r < R) & (u < W))[None, :]
-        piece = (tl.load(window + at, mask=mask, other=0.0).to(tl.float32) * (GAIN[p] / GAIN[0])).to(MMA)
-        bias += tl.sum(piece.to(tl.float32), 0) * BIAS[p]
-        b_q = b_q + (piece,)
+    for part in tl.static_range(P // PAIRS):
+        x = tl.load(window + at + part * (D * PAIRS // P), mask=mask, other=0.0)
+        if PAIRS == 2:
+            halves = tl.split(tl.reshape(x, (Q, D // P, 2)))
+        else:
+            halves = (x,)
+        for half in tl.static_range(PAIRS):
+            piece = (halves[half].to(tl.float32) * (GAIN[part * PAIRS + half] / GAIN[0])).to(MMA)
+            bias += tl.sum(piece.to(tl.float32), 1) * BIAS[part * PAIRS + half]
+            b_q = b_q + (tl.trans(piece),)
     return b_q, bias
 
 
 @jit
+def tile_scales(k_scale, page, i_t, base, PS: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr):
+    """Scales of the rows [i_t, i_t + N) on their pages, float16[N], if rows have any."""
+    scales = 1.0
+    if SCALED:
+        scales = tl.load(k_scale + tile_rows(page, i_t, base, PS, N))
+    return scales
+
+
+@jit
 def window_logits(
-    k_data, k_scale, row, ok, b_q, bias, scale, D: tl.constexpr, N: tl.constexpr, Q: tl.constexpr,
-    LOAD: tl.constexpr, PIECES: tl.constexpr, SCALED: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr,
+    k_data, row, row_scale, b_q, bias, scale, D: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, LOAD: tl.constexpr,
+    PIECES: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """float32[N, Q], base 2."""
-    b_k = LOAD(k_data, row, ok, D, False, MMA)
+    """float32[N, Q], base 2 if `scale` is. No row is left out."""
+    b_k = LOAD(k_data, row, tl.full([N], True, tl.int1), D, False, MMA)
     s = tl.zeros([N, Q], tl.float32)
     for p in tl.static_range(PIECES):
         s = tl.dot(b_k[p], b_q[p], s, input_precision=PRECISION)
+    if BIAS[0] != 0.0:
+        s -= bias[None, :]
     if SCALED:
-        return (s - bias[None, :]) * (tl.load(k_scale + row, mask=ok, other=0.0).to(tl.float32) * scale)[:, None]
+        return s * (row_scale.to(tl.float32) * scale)[:, None]
     else:
         return s * scale
 
@@ -116,6 +142,7 @@ def window_sums(
     D: tl.constexpr,
     PS: tl.constexpr,
     N: tl.constexpr,
+    LANES: tl.constexpr,
     TIER: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     OWN: tl.constexpr,
@@ -130,8 +157,13 @@ def window_sums(
 ):
     """Grid (splits, C, J): log2 of each query's sum of exponentials over `split_rows` of the rows of one tier.
 
+    Sums and maxima run in lanes: rows that are equal modulo LANES, or 8 apart in one of its 16s, are those that matrix
+    units leave in one thread. So no tile makes threads exchange or wait, and lanes meet once, at the end.
+
     window   as in `window_of`
-    sums     float32[J, C, NUM_TIERS, splits, Q], -inf where nothing is seen
+    sums     float32[J, C, NUM_TIERS, splits, Q], -inf where nothing is seen; any number for queries that are padding
+    scale    > 0
+    LANES    16 rows a warp
     """
     i_s, i_c, i_j = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
@@ -141,7 +173,7 @@ def window_sums(
     start = first + i_s * split_rows
     stop = tl.minimum(start + split_rows, stop)
     o_q, o_n = tl.arange(0, Q), tl.arange(0, N)
-    seen = tl.where(o_q % WP < W, n - W + o_q % WP + 1, 0)
+    seen = tl.minimum(n - W + o_q % WP + 1, stop)
     scale *= GAIN[0]
     queries, row_size = window_of(
         window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
@@ -149,22 +181,48 @@ def window_sums(
     b_q, bias = window_queries(queries, row_size, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     pages = page_table + line * max_pages
     base = (first_column + i_c).to(tl.int64) * num_pages
-    m = tl.full([Q], -1e30, tl.float32)
-    l = tl.zeros([Q], tl.float32)
+    m = tl.full([LANES // 16, 8, Q], -1e30, tl.float32)
+    l = tl.zeros([LANES // 16, 8, Q], tl.float32)
+    page = tile_pages(pages, start, stop, PS, N)
+    next_scale = tile_scales(k_scale, page, start, base, PS, N, SCALED)
     for i_t in range(start, stop, N):
-        row = tile_rows(tile_pages(pages, i_t, stop, PS, N), i_t, base, PS, N)
-        s = window_logits(
-            k_data, k_scale, row, i_t + o_n < stop, b_q, bias, scale, D, N, Q, LOAD, PIECES, SCALED, MMA, PRECISION
-        )
-        s = tl.where((i_t + o_n)[:, None] < tl.minimum(seen, stop)[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 0))
-        l = l * tl.exp2(m - m_new) + tl.sum(tl.exp2(s - m_new[None, :]), 0)
+        row, row_scale = tile_rows(page, i_t, base, PS, N), next_scale
+        page = tile_pages(pages, i_t + N, stop, PS, N)
+        next_scale = tile_scales(k_scale, page, i_t + N, base, PS, N, SCALED)
+        s = window_logits(k_data, row, row_scale, b_q, bias, 1.0, D, N, Q, LOAD, PIECES, BIAS, SCALED, MMA, PRECISION)
+        if i_t + N > tl.minimum(stop, n - W + 1):
+            s = tl.where((i_t + o_n)[:, None] < seen[None, :], s, float("-inf"))
+        s = tl.reshape(s, (N // LANES, LANES // 16, 2, 8, Q))
+        m_new = tl.maximum(m, tl.max(tl.max(s, 2), 0) * scale)
+        w = tl.exp2(s * scale - m_new[None, :, None, :, :])
+        l = l * tl.exp2(m - m_new) + tl.sum(tl.sum(w, 2), 0)
         m = m_new
+    m = tl.reshape(m, (LANES // 2, Q))
+    most = tl.max(m, 0)
+    l = tl.sum(tl.reshape(l, (LANES // 2, Q)) * tl.exp2(m - most[None, :]), 0)
     part = (i_head * NUM_TIERS + TIER) * tl.num_programs(0) + i_s
-    tl.store(sums + part * Q + o_q, m + tl.log2(l))
+    tl.store(sums + part * Q + o_q, most + tl.log2(l))
 
 
-@jit(do_not_specialize=[*WINDOW, "num_sums", "max_src", "num_pages", "num_groups", "max_pages", "share"])
+@jit
+def log_of_sums(sums, splits, o_q, Q: tl.constexpr, NUM_TIERS: tl.constexpr, S: tl.constexpr = 16):
+    """float32[Q]: log2 of the sum of exponentials over all rows, from sums [NUM_TIERS, splits, Q]; inf, the logarithm
+    that leaves no weight, where nothing is seen. S splits at a time, each tier from its first: splits that only a
+    longer neighbour has are zeros at the end, which change no rounding."""
+    m = tl.full([Q], -1e30, tl.float32)
+    total = tl.zeros([Q], tl.float32)
+    for tier in tl.static_range(NUM_TIERS):
+        for i in range(0, splits, S):
+            i_s = i + tl.arange(0, S)
+            at = (tier * splits + i_s)[:, None] * Q + o_q[None, :]
+            part = tl.load(sums + at, mask=(i_s < splits)[:, None], other=float("-inf"))
+            m_new = tl.maximum(m, tl.max(part, 0))
+            total = total * tl.exp2(m - m_new) + tl.sum(tl.exp2(part - m_new[None, :]), 0)
+            m = m_new
+    return tl.where(total == 0.0, float("inf"), m + tl.log2(total))
+
+
+@jit(do_not_specialize=[*WINDOW, "splits", "max_src", "num_pages", "num_groups", "max_pages", "share"])
 def window_weights(
     window,
     k_data,
@@ -186,7 +244,7 @@ def window_weights(
     num_heads,
     scale,
     share,
-    num_sums,
+    splits,
     max_src,
     num_pages,
     num_groups,
@@ -213,7 +271,7 @@ def window_weights(
 ):
     """Grid (stretches of `share` source rows, C, J): scores float32[J, C, max_src], the rows of one tier.
 
-    sums   float32[J, C, num_sums, Q] of `window_sums`, all tiers
+    sums   float32[J, C, NUM_TIERS, splits, Q] of `window_sums`
     """
     i_i, i_c, i_j = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
@@ -227,15 +285,8 @@ def window_weights(
         return
 
     o_q, o_n = tl.arange(0, Q), tl.arange(0, N)
-    p_s = sums + i_head * num_sums * Q + o_q
-    m = tl.load(p_s)
-    for i in range(1, num_sums):
-        m = tl.maximum(m, tl.load(p_s + i * Q))
-    m = tl.maximum(m, -1e30)
-    total = tl.zeros([Q], tl.float32)
-    for i in range(0, num_sums):
-        total += tl.exp2(tl.load(p_s + i * Q) - m)
-
+    lse = log_of_sums(sums + i_head * NUM_TIERS * splits * Q, splits, o_q, Q, NUM_TIERS)
+    lse = tl.where((o_q % WP < W) & (o_q // WP < R), lse, float("inf"))
     scale *= GAIN[0]
     queries, row_size = window_of(
         window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
@@ -243,17 +294,23 @@ def window_weights(
     b_q, bias = window_queries(queries, row_size, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     base = (first_column + i_c).to(tl.int64) * num_pages
     pages = page_table + line * max_pages
-    seen = tl.where((o_q % WP < W) & (o_q // WP < R), n - W + o_q % WP + 1, 0)
-    for i_t in range(start, tl.minimum(start + share, stop), N):
+    seen = n - W + o_q % WP + 1
+    stop = tl.minimum(start + share, stop)
+    start = tl.maximum(start, first)
+    page = tile_pages(pages, start, stop, PS, N)
+    next_scale = tile_scales(k_scale, page, start, base, PS, N, SCALED)
+    for i_t in range(start, stop, N):
         i_row = i_t + o_n
-        ok = (i_row >= first) & (i_row < stop)
-        row = tile_rows(tile_pages(pages, i_t, stop, PS, N), i_t, base, PS, N)
-        s = window_logits(k_data, k_scale, row, ok, b_q, bias, scale, D, N, Q, LOAD, PIECES, SCALED, MMA, PRECISION)
-        visible = i_row[:, None] < seen[None, :]
-        w = tl.where(visible, tl.exp2(s - m[None, :]) / tl.maximum(total, 1e-30)[None, :], 0.0)
+        row, row_scale = tile_rows(page, i_t, base, PS, N), next_scale
+        page = tile_pages(pages, i_t + N, stop, PS, N)
+        next_scale = tile_scales(k_scale, page, i_t + N, base, PS, N, SCALED)
+        s = window_logits(k_data, row, row_scale, b_q, bias, scale, D, N, Q, LOAD, PIECES, BIAS, SCALED, MMA, PRECISION)
+        w = tl.exp2(s - lse[None, :])
+        if i_t + N > n - W + 1:
+            w = tl.where(i_row[:, None] < seen[None, :], w, 0.0)
         heads = tl.reshape(w, (N, Q // WP, WP))
         if MEAN:
-            best = tl.sum(heads, 1) / R
+            best = tl.sum(heads, 1) * (1 / R)
         else:
             best = tl.max(heads, 1)
-        tl.store(scores + i_head * max_src + i_row - origin, tl.sum(best, 1) / W, mask=ok)
+        tl.store(scores + i_head * max_src + i_row - origin, tl.sum(best, 1) * (1 / W), mask=i_row < stop)
