@@ -89,12 +89,13 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, hot, cold, capabi
 
 @pytest.mark.parametrize("format", ["bf16", "fp8", "int4"])
 def test_tiles_of_window_attention_make_no_threads_wait(monkeypatch, tmp_path, format):
-    """But for the tile's own arrival: sums stay in lanes; scores are summed over the window in a warp."""
+    """But for the tile's arrival: sums stay in lanes; scores are added up in a warp, then put in order to be stored."""
     for launch in launches_of(monkeypatch, format, None):
         if launch.kernel.__name__ in ("window_sums", "window_weights"):
+            exchanges = 4 if launch.kernel.__name__ == "window_weights" else 0
             loop, registers = instructions(launch.compile(90).asm["cubin"], tmp_path)
             kinds = Counter(op.split(".")[0] for op in loop)
             assert kinds["HGMMA"] == 8 and kinds["LDGSTS"], "the loop over tiles"
-            assert kinds["STS"] == kinds["LDS"] == 0 and kinds["BAR"] <= 2
-            assert kinds["SHFL"] == (4 if launch.kernel.__name__ == "window_weights" else 0)
-            assert kinds["MUFU"] <= 48 and len(loop) <= 470 and registers <= 168, "three programs at a time"
+            assert kinds["SHFL"] == exchanges and kinds["STS"] <= bool(exchanges) and kinds["BAR"] <= 2
+            assert kinds["MUFU"] <= 48 and len(loop) <= 470
+            assert registers <= 168, "three programs at a time"
