@@ -22,15 +22,14 @@ SUMS, WEIGHTS = Shape(tile=64, warps=4, stages=3), Shape(tile=64, warps=4, stage
 
 @jit
 def window_of(
-    window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads,
+    window, i_c, i_j, members, groups, window_slots, first_column, num_columns, num_slots, num_heads,
     R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """(the R heads' first queries of a window, numbers from there to their next) of job `program_id(2)` and column
-    first_column + `program_id(1)`.
+    """(the R heads' first queries of a window, numbers from there to their next) of job i_j and column
+    first_column + i_c.
 
     window   [L, num_slots, W, num_heads, D] as in `KVView`, or, OWN, what `rotate_window` made of it
     """
-    i_c, i_j = tl.program_id(1), tl.program_id(2)
     if OWN:
         return window + (i_j.to(tl.int64) * tl.num_programs(1) + i_c) * W * R * D, R * D
     else:
@@ -47,7 +46,7 @@ def rotate_window(
     """Grid (rows, C, J): rotated [J, C, W, R, D], the queries of each head in the frame K is stored in."""
     i_c, i_j = tl.program_id(1), tl.program_id(2)
     queries, row_size = window_of(
-        window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, False
+        window, i_c, i_j, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, False
     )
     i = tl.program_id(0) * N + tl.arange(0, N)
     o_d = tl.arange(0, D)
@@ -176,7 +175,7 @@ def window_sums(
     seen = tl.minimum(n - W + o_q % WP + 1, stop)
     scale *= GAIN[0]
     queries, row_size = window_of(
-        window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
+        window, i_c, i_j, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
     )
     b_q, bias = window_queries(queries, row_size, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     pages = page_table + line * max_pages
@@ -214,7 +213,7 @@ def log_of_sums(sums, splits, o_q, Q: tl.constexpr, NUM_TIERS: tl.constexpr, S: 
     for tier in tl.static_range(NUM_TIERS):
         for i in range(0, splits, S):
             i_s = i + tl.arange(0, S)
-            at = (tier * splits + i_s)[:, None] * Q + o_q[None, :]
+            at = ((tier * splits + i_s) * Q)[:, None] + o_q[None, :]
             part = tl.load(sums + at, mask=(i_s < splits)[:, None], other=float("-inf"))
             m_new = tl.maximum(m, tl.max(part, 0))
             total = total * tl.exp2(m - m_new) + tl.sum(tl.exp2(part - m_new[None, :]), 0)
@@ -273,14 +272,15 @@ def window_weights(
 
     sums   float32[J, C, NUM_TIERS, splits, Q] of `window_sums`
     """
-    i_i, i_c, i_j = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # the last heads first: of their keys, the first pass has left some in the L2 cache
+    i_c, i_j = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
     i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
     line = tl.load(slots + i_j) * num_groups + tl.load(groups + i_j)
     n = tl.load(num_rows + i_j).to(tl.int32)
     origin = (tl.load(first_page + i_j) * PS).to(tl.int32)
     first, stop = tier_rows(n, line, cold, PS, TIER, NUM_TIERS)
     stop = tl.minimum(stop, origin + tl.load(num_src + i_j).to(tl.int32))
-    start = origin + i_i * share
+    start = origin + tl.program_id(0) * share
     if start >= stop or start + share <= first:
         return
 
@@ -289,7 +289,7 @@ def window_weights(
     lse = tl.where((o_q % WP < W) & (o_q // WP < R), lse, float("inf"))
     scale *= GAIN[0]
     queries, row_size = window_of(
-        window, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
+        window, i_c, i_j, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
     )
     b_q, bias = window_queries(queries, row_size, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     base = (first_column + i_c).to(tl.int64) * num_pages
