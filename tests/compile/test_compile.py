@@ -62,7 +62,8 @@ class Launch:
                 if isinstance(value, int) and value % 16 == 0 and not param.do_not_specialize:
                     attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=attributes)
-        options = {name: self.args[name] for name in ("num_warps", "num_stages") if name in self.args}
+        names = ("num_warps", "num_stages", *(["maxnreg"] if capability >= 90 else []))
+        options = {name: self.args[name] for name in names if name in self.args}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -5,12 +5,20 @@ from torch import Tensor
 
 from pagefold.backends.base import JobBatch, KVView
 from pagefold.backends.triton.addressing import tile_pages, tile_rows
-from pagefold.backends.triton.plan import device_codec, mma_dtype, next_power_of_2, reading
+from pagefold.backends.triton.plan import (
+    device_codec,
+    mma_dtype,
+    multiplies_in_shared_memory,
+    next_power_of_2,
+    reading,
+)
 from pagefold.backends.triton.rows import WHERE, by_tier, codec_of, decoded, decoding, source_rows, where, width_of
 from pagefold.store.shim import jit, tl, triton
 
-TILE = 128  # rows of a program that compares them with others, COLUMNS at a time
-COLUMNS = 32
+TILE = 64  # rows of a program that compares them with others, COLUMNS at a time
+COLUMNS = 64
+REGISTERS = 128  # of a lane of it, so that four programs share a multiprocessor
+LENGTHS = 64  # rows of a program that takes their lengths
 SELECT_TILE = 2048  # scores looked at at a time, whatever there are, so that two programs serve all lengths
 
 
@@ -62,6 +70,24 @@ def row_lengths(
 
 
 @jit
+def against_stored(
+    a, M: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, MMA: tl.constexpr
+):  # fmt: skip
+    """(pieces, offset [M]): their product with rows exactly as stored, less the offset, times GAIN[0], is the product
+    of the `centred_pieces` a with those of the rows. So what is centred is centred once, not in every tile."""
+    pieces = ()
+    offset = tl.zeros([M], tl.float32)
+    for p in tl.static_range(PIECES):
+        if BIAS[p] == 0.0 and GAIN[p] == GAIN[0]:
+            pieces = pieces + (a[p],)
+        else:
+            piece = (a[p].to(tl.float32) * (GAIN[p] / GAIN[0])).to(MMA)
+            offset += tl.sum(piece.to(tl.float32), 1) * BIAS[p]
+            pieces = pieces + (piece,)
+    return pieces, offset
+
+
+@jit
 def unit_rows(
     planes, inverse, i, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
     NUM_TIERS: tl.constexpr, PS: tl.constexpr, N: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr,
@@ -89,7 +115,7 @@ def unit_rows(
         return (x,), tl.where(ok, 1.0, 0.0)
 
 
-@jit(do_not_specialize=[*WHERE, "threshold", "block", "max_src"])
+@jit(do_not_specialize=[*WHERE, "threshold", "block", "max_src", "stride"])
 def compare_rows(
     planes,
     inverse,
@@ -105,6 +131,7 @@ def compare_rows(
     threshold,
     block,
     max_src,
+    stride,
     M: tl.constexpr,
     N: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -129,14 +156,18 @@ def compare_rows(
 ):
     """Grid (tiles of M rows, block after block, C, J): M rows against all of their block, N at a time.
 
-    ALIGNED   one tier, and N rows at a time are whole pages or lie in one
+    ALIGNED   one tier, and a block is the only one or a multiple of N rows
+    inverse   float32[J, C, stride] of `row_lengths`; 0 past a job's rows. Stride is a multiple of N, and leaves room to
+              ask for N rows too many. Not looked at where there are two tiers
     total     float32[J, C, max_src]   of each row, the sum of its cosines with the others
     less      int64[J, C, max_src]     what of it does not count, in steps of 2^-40: each row's cosine with the newest
                                        other row that is similar is added to that one's. Integers, because sums of
                                        those do not depend on who comes first
     """
     i_c, i_j = tl.program_id(1), tl.program_id(2)
-    at = (i_j.to(tl.int64) * tl.num_programs(1) + i_c) * max_src
+    i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
+    at = i_head * max_src
+    inverse += tl.multiple_of(i_head * stride, N)
     tiles = tl.cdiv(block, M)
     start = tl.program_id(0) // tiles * block
     stop = tl.minimum(start + block, tl.load(num_src + i_j).to(tl.int32))
@@ -146,49 +177,68 @@ def compare_rows(
 
     i_row = first + tl.arange(0, M)
     b_a, a_factor = unit_rows(
-        planes, inverse + at, i_row, i_row < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+        planes, inverse, i_row, i_row < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
         NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
         COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
     )  # fmt: skip
+    offset = tl.zeros([M], tl.float32)
+    if ALIGNED:
+        b_a, offset = against_stored(b_a, M, PIECES, BIAS, GAIN, MMA)
+        a_factor *= GAIN[0]
     limit = threshold / tl.maximum(a_factor, 1e-30)
-    # of each lane, the columns of all tiles: their sum, the tile of the newest similar one, and its cosine
+    # of every eighth column, which lie in one lane: the sum, and the newest similar one
     o_n = tl.arange(0, N)
-    sums = tl.zeros([M, N], tl.float32)
-    values = tl.zeros([M, N], tl.float32)
-    places = tl.full([M, N], -N, tl.int32)
+    sums = tl.zeros([M, 8], tl.float32)
+    newest = tl.full([M, 8], -1, tl.int32)
     pages = tables[0] + (tl.load(tables[2] + i_j) * num_groups + tl.load(tables[3] + i_j)) * max_pages
     pages += tl.load(tables[4] + i_j)
     base = (first_column + i_c).to(tl.int64) * num_pages
     if ALIGNED:
         page = tile_pages(pages, start, stop, PS, N)
+        next_factor = tl.load(inverse + tl.multiple_of(start, N) + o_n)
     for i_t in range(start, stop, N):
         i_other = i_t + o_n
         ok = i_other < stop
         if ALIGNED:
             row = tile_rows(page, i_t, base, PS, N)
             page = tile_pages(pages, i_t + N, stop, PS, N)
-            b_b = centred_pieces(planes[0], row, ok, D, True, LOAD, PIECES, BIAS, GAIN, MMA)
-            b_factor = tl.load(inverse + at + i_other, mask=ok, other=0.0)
+            b_b = LOAD(planes[0], row, ok, D, True, MMA)
+            b_factor = next_factor
+            next_factor = tl.load(inverse + tl.multiple_of(i_t + N, N) + o_n)
         else:
             b_b, b_factor = unit_rows(
-                planes, inverse + at, i_other, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+                planes, inverse, i_other, ok, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
                 NUM_TIERS, PS, N, D, True, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
                 COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
             )  # fmt: skip
-        s = tl.zeros([M, N], tl.float32)
+        s = tl.zeros([M, N], tl.float32) - offset[:, None]
         for p in tl.static_range(PIECE_COUNT):
             s = tl.dot(b_a[p], b_b[p], s, input_precision=PRECISION)
-        s = tl.where(i_row[:, None] == i_other[None, :], 0.0, s * b_factor[None, :])
-        sums += s
-        similar = s > limit[:, None]
-        values = tl.where(similar, s, values)
-        places = tl.where(similar, i_t, places)
-    places += o_n[None, :]
-    found = tl.max(places, 1)
-    best = tl.sum(tl.where(places == found[:, None], values, 0.0), 1)
+        s *= b_factor[None, :]
+        if (i_t < first + M) & (i_t + N > first):
+            s = tl.where(i_row[:, None] == i_other[None, :], 0.0, s)
+        sums += tl.sum(tl.reshape(s, [M, N // 8, 8]), 1)
+        similar = tl.where(s > limit[:, None], o_n[None, :], -N - i_t)
+        newest = tl.maximum(newest, i_t + tl.max(tl.reshape(similar, [M, N // 8, 8]), 1))
     tl.store(total + at + i_row, tl.sum(sums, 1) * a_factor, mask=i_row < stop)
-    steps = (best * a_factor * 1099511627776.0).to(tl.int64)
-    tl.atomic_add(less + at + found, steps, mask=(i_row < stop) & (found >= 0), sem="relaxed")
+
+    # read and multiplied once more, which takes half of the registers that keeping their cosines by lane would
+    found = tl.max(newest, 1)
+    best = tl.zeros([M], tl.float32)
+    b_a, a_factor = unit_rows(
+        planes, inverse, i_row, found >= 0, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+        NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
+        COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
+    )  # fmt: skip
+    b_b, b_factor = unit_rows(
+        planes, inverse, found, found >= 0, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+        NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
+        COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
+    )  # fmt: skip
+    for p in tl.static_range(PIECE_COUNT):
+        best += tl.sum(b_a[p].to(tl.float32) * b_b[p].to(tl.float32), 1)
+    steps = (best * a_factor * b_factor * 1099511627776.0).to(tl.int64)
+    tl.atomic_add(less + at + found, steps, mask=found >= 0, sem="relaxed")
 
 
 @jit
@@ -272,16 +322,18 @@ class TritonCompaction:
 
     def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
         """The shape of a program depends on the format and `block` alone, and so does the order in which cosines are
-        summed. Float32 and rows of two formats take registers for two."""
+        summed. Float32 and rows of two formats take registers for two lanes."""
         num_tiers, max_src, head_dim = len(kv.tiers), jobs.max_src, kv.window.shape[-1]
         hot, cold = kv.tiers[0], kv.tiers[-1]
         codecs = [device_codec(codec_of(store, "k")) for store in kv.tiers]
         narrow = num_tiers == 1 and codecs[0].mma != torch.float32
-        rows = min(TILE if narrow else TILE // 2, max(16, next_power_of_2(block or TILE)))
+        rows = min(TILE, max(16, next_power_of_2(block or TILE)))
         length = min(block or max_src, max_src)
         shape = (len(jobs.slots), width_of(kv, columns), max_src)
         total = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
-        less, inverse = torch.zeros_like(total, dtype=torch.int64), torch.empty_like(total)
+        less = torch.zeros_like(total, dtype=torch.int64)
+        stride = (triton.cdiv(max_src, COLUMNS) + 1) * COLUMNS
+        inverse = torch.zeros(*shape[:2], stride, dtype=torch.float32, device=total.device)
         constants = decoding(codec_of(hot, "k"), head_dim)
         constants |= {f"COLD_{name}": value for name, value in decoding(codec_of(cold, "k"), head_dim).items()}
         if constants["ROTATE"] and constants["COLD_ROTATE"]:
@@ -302,9 +354,10 @@ class TritonCompaction:
             threshold,
             length,
             max_src,
+            stride,
             M=rows,
             N=COLUMNS,
-            ALIGNED=num_tiers == 1 and length % min(COLUMNS, kv.page_size) == 0,
+            ALIGNED=num_tiers == 1 and (block or COLUMNS) % COLUMNS == 0,
             NUM_TIERS=num_tiers,
             PS=kv.page_size,
             D=head_dim,
@@ -312,8 +365,9 @@ class TritonCompaction:
             PRECISION="ieee",
             PIECE_COUNT=codecs[0].num_pieces if num_tiers == 1 else 1,
             **constants,
-            num_warps=8,
+            num_warps=4 if narrow else 8,
             num_stages=2,
+            maxnreg=REGISTERS if narrow and multiplies_in_shared_memory() else None,
         )
         return total.sub_(less * 2.0**-40)
 
@@ -325,10 +379,10 @@ class TritonCompaction:
 
     def _lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor, *, inverse: bool) -> None:
         """Into out float32[J, C, max_src]. Rows stay in the frame they are stored in, where lengths are the same."""
-        grid = triton.cdiv(jobs.max_src, TILE), *out.shape[1::-1]
+        grid = triton.cdiv(jobs.max_src, LENGTHS), *out.shape[1::-1]
         for args, codec, constants in by_tier(kv, jobs, columns, role, out):
             constants |= {name: value for name, value in reading(codec, constants["D"]).items() if name != "PAIRS"}
-            row_lengths[grid](*args, INVERSE=inverse, N=TILE, **constants)
+            row_lengths[grid](*args, INVERSE=inverse, N=LENGTHS, **constants)
 
     def select_rows(self, kv: KVView, jobs: JobBatch, scores: Tensor, sink_tokens: int, window: int) -> Tensor:
         num_jobs, width, max_src = scores.shape

@@ -49,6 +49,13 @@ def multiprocessors() -> int:
     return torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
 
 
+@functools.cache
+def multiplies_in_shared_memory() -> bool:
+    """Whether matrix units take both operands from there, and not from registers: from compute capability 9.0 on, an
+    H200's where there is no device."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(0) >= (9, 0)
+
+
 # Shapes of decode by the number of pieces of a row of V: tile, warps, stages, warps of programs aimed at for each
 # multiprocessor, least rows of a split. Channels of a piece are what warps share; with less than 16 each they do the
 # same work twice. Rows that are read as one piece are wide, so that two stages of them are as many bytes in flight as

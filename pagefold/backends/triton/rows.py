@@ -277,10 +277,10 @@ def by_tier(
     kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor
 ) -> Iterator[tuple[tuple, RowCodec, dict[str, int]]]:
     """For kernels that turn source rows into something of their own, a launch a tier: their arguments up to `max_src`,
-    the tier's codec, and its constants. `out` is float32[J, C, max_src, ...]."""
+    the tier's codec, and its constants. `out` is float32[J, C, max_src or more, ...]."""
     numbers = where(kv, jobs, columns)
     for tier, store in enumerate(kv.tiers):
-        args = store.rows(f"{role}_data"), store.rows(f"{role}_scale"), out, jobs.num_src, *numbers, jobs.max_src
+        args = store.rows(f"{role}_data"), store.rows(f"{role}_scale"), out, jobs.num_src, *numbers, out.shape[2]
         constants = {"TIER": tier, "NUM_TIERS": len(kv.tiers), "PS": kv.page_size, "D": store.head_dim}
         yield args, codec_of(store, role), constants
 

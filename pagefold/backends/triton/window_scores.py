@@ -15,7 +15,7 @@ from pagefold.store.shim import jit, tl
 
 WINDOW = ("first_column", "num_columns", "num_slots", "num_heads")  # integers of `window_of`
 SPLIT_ROWS = 2048  # of a program of `window_sums`: a constant, so that no sum depends on who else is in the batch
-SHARE = 1024  # rows of a program of `window_weights`
+SHARE = 2048  # rows of a program of `window_weights`
 # how the two passes are launched; tiles of the first have 16 rows a warp at least
 SUMS, WEIGHTS = Shape(tile=64, warps=4, stages=3), Shape(tile=64, warps=4, stages=3)
 
