@@ -131,7 +131,7 @@ def clone_prompt(engine: Engine, first: Running) -> None:
     seq.status, seq.num_cached = Status.RUNNING, 0
     insort(scheduler.running, seq, key=lambda other: other.order)
     num_pages = int(seq.kv.num_pages.max())
-    src, dst = (torch.from_numpy(kv.pages[:, :num_pages].ravel()).long() for kv in (first.kv, seq.kv))
+    src, dst = (torch.from_numpy(kv.pages[:, :num_pages].ravel()).long().to(runner.device) for kv in (first.kv, seq.kv))
     for some in torch.arange(len(src)).split(CLONED_PAGES):
         for part in runner.kv.parts:
             runner.backend.copy_pages(part.tiers[HOT], src[some], part.tiers[HOT], dst[some])

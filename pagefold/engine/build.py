@@ -110,8 +110,8 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     geometry = build_geometry(config, spec, layout, parts, policies, DEFAULT_KV_BYTES)
     kv = view_in_parts(build_view(config, spec, layout, geometry, decoder, max_model_len, policies.has_window), parts)
 
-    def stores(counts: tuple[int, ...], device: torch.device | str) -> list[list[PageStore]]:
-        return [part.stores(counts, kv.page_size, spec.head_dim, policies.state, device) for part in parts]
+    def stores(counts: tuple[int, ...], device: torch.device | str, mapped: bool = False) -> list[list[PageStore]]:
+        return [part.stores(counts, kv.page_size, spec.head_dim, policies.state, device, mapped) for part in parts]
 
     def allocate(counts: tuple[int, ...]) -> None:
         for view in kv.parts:
@@ -125,7 +125,12 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
         budget = measure(decoder, backend, kv, config, geometry, max_model_len)
         geometry = build_geometry(config, spec, layout, parts, policies, budget.kv_bytes)
     allocate(geometry.num_pages)
-    host, sampler = stores(geometry.num_host_pages, "cpu"), build_sampler(spec, decoder)
+    try:
+        host = stores(geometry.num_host_pages, "cpu", mapped=decoder.device.type == "cuda")
+    except MemoryError as error:
+        asked = config.cache.kv_swap_bytes, config.cache.kv_keep_bytes
+        raise InputError("kv_swap_bytes", "got {}, and {} of kv_keep_bytes: {}".format(*asked, error)) from error
+    sampler = build_sampler(spec, decoder)
     runner = ModelRunner(decoder, backend, kv, host, sampler, overlap=config.eviction.kv_lag > 0)
     if decoder.device.type == "cuda" and not config.model.enforce_eager:
         most = min(config.scheduler.max_num_seqs, config.scheduler.tokens_per_step)

@@ -37,11 +37,17 @@ class Part:
         return PageStore.bytes_per_page(self.formats[tier], self.num_columns, page_size, head_dim, state)
 
     def stores(
-        self, counts: Sequence[int], page_size: int, head_dim: int, state: dict[str, Plane], device: torch.device | str
+        self,
+        counts: Sequence[int],
+        page_size: int,
+        head_dim: int,
+        state: dict[str, Plane],
+        device: torch.device | str,
+        mapped: bool = False,
     ) -> list[PageStore]:
         """A store of so many pages for each tier."""
         return [
-            PageStore(fmt, pages, self.num_columns, page_size, head_dim, state, device)
+            PageStore(fmt, pages, self.num_columns, page_size, head_dim, state, device, mapped)
             for fmt, pages in zip(self.formats, counts, strict=True)
         ]
 

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from pagefold.backends.base import Backend, KVView
 from pagefold.backends.upload import upload
-from pagefold.core.types import Samples, StepPlan, StepResult, TableEdits, TokenLogprobs
+from pagefold.core.types import Move, Samples, StepPlan, StepResult, SwapOp, TableEdits, TokenLogprobs
 from pagefold.runner.compressor import Compressor
 from pagefold.runner.graphs import DecodeGraphs
 from pagefold.runner.inputs import batch_of, forward_inputs
 from pagefold.runner.model import Model
-from pagefold.runner.mover import PageMover
 from pagefold.runner.sampling import Draw, PromptRanks, StepSampler
 from pagefold.store.pagestore import PageStore
 
@@ -90,8 +89,6 @@ class ModelRunner:
         self.compressor = Compressor(backend, kv, model.scale, overlap=overlap, graphs=True)
         self.graphs: DecodeGraphs | None = None
         self.device = kv.page_table.device
-        beside = self.device.type == "cuda"
-        self.movers = [PageMover(backend, part.tiers, own, beside) for part, own in zip(kv.parts, host, strict=True)]
         self._drawn = torch.zeros(len(kv.page_table), dtype=torch.int64, device=self.device)  # by slot
         self._evicted = np.zeros(kv.evicted.shape, np.int32)  # the same on the host
 
@@ -104,8 +101,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> Launched:
         self.compressor.before_edits(plan.edits, plan.swaps)
         self._apply(plan.edits)
-        for mover in self.movers:
-            mover.run(plan.swaps)
+        for op in plan.swaps:
+            self._swap(op)
         if not plan.chunks:
             return Launched(plan.step, plan.samples, None, {})
         batch = batch_of(plan)
@@ -130,6 +127,14 @@ class ModelRunner:
             draw = self.sampler.launch(self.model.logits(hidden), specs, last)
             self._drawn.index_copy_(0, slots, draw.ids.clamp(min=0))
         return Launched(plan.step, plan.samples, draw, ranks, self._fold(plan))
+
+    def _swap(self, op: SwapOp) -> None:
+        """In the order of the steps: what follows may overwrite what has left, and reads what has come."""
+        src_pages, dst_pages = upload([op.src_pages, op.dst_pages], self.device)
+        for part, host in zip(self.kv.parts, self.host, strict=True):
+            src = (host if op.move is Move.IN else part.tiers)[op.tier]
+            dst = (host if op.move is Move.OUT else part.tiers)[op.tier]
+            self.backend.copy_pages(src, src_pages, dst, dst_pages)
 
     def _fold(self, plan: StepPlan) -> dict[int, str]:
         """Run the jobs. If they fail, say so for the slots that they are of: nobody else reads what they write."""

@@ -1,10 +1,15 @@
 """Where bytes live: the tensors of one tier, indexed by page."""
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagefold.store.format import FormatPair, Plane
+from pagefold.store.mapped import mapped_zeros
+
+ALIGNED = 256  # bytes: where a plane starts in memory that it shares with others
 
 
 def _zeros(num_columns: int, num_pages: int, page_size: int, plane: Plane, device: torch.device | str) -> Tensor:
@@ -17,6 +22,18 @@ def _zeros(num_columns: int, num_pages: int, page_size: int, plane: Plane, devic
     return torch.from_numpy(storage).view(plane.dtype) if plane.width else torch.zeros(shape, dtype=plane.dtype)
 
 
+def _mapped(num_columns: int, num_pages: int, page_size: int, layout: dict[str, Plane]) -> dict[str, Tensor]:
+    """Zeroed storage of all planes in host memory that a device reads and writes, locked at once."""
+    shape = num_columns, num_pages, page_size
+    sizes = [math.prod(shape) * plane.bytes_per_row for plane in layout.values()]
+    memory = torch.from_numpy(mapped_zeros(sum(-(-size // ALIGNED) * ALIGNED for size in sizes)))
+    found, start = {}, 0
+    for (name, plane), size in zip(layout.items(), sizes, strict=True):
+        found[name] = memory[start : start + size].view(plane.dtype).view(*shape, plane.width)
+        start += -(-size // ALIGNED) * ALIGNED
+    return found
+
+
 class PageStore:
     """The planes of one tier: ``planes[name][page, column, index]`` is a row's entry in that plane.
 
@@ -26,6 +43,8 @@ class PageStore:
     Storage keeps each column's rows of consecutive pages together (column, page, index), so that a head's rows on a
     run of pages are one contiguous block; the index order above is a view. Page 0 is never owned by anyone: padding
     and unused table entries point at it.
+
+    mapped   in host memory that kernels of a device read and write too; see `pagefold.store.mapped`
     """
 
     def __init__(
@@ -37,6 +56,7 @@ class PageStore:
         head_dim: int,
         state: dict[str, Plane],
         device: torch.device | str = "cpu",
+        mapped: bool = False,
     ):
         self.format = format
         self.num_pages = num_pages
@@ -48,10 +68,13 @@ class PageStore:
         layout = {"k_data": k_data, "k_scale": k_scale, "v_data": v_data, "v_scale": v_scale}
         layout |= {f"state.{name}": plane for name, plane in state.items()}
         self.layout = layout
-        self.planes: dict[str, Tensor] = {
-            name: _zeros(num_columns, num_pages, page_size, plane, device).transpose(0, 1)
-            for name, plane in layout.items()
-        }
+        shape = num_columns, num_pages, page_size
+        storage = (
+            _mapped(*shape, layout)
+            if mapped
+            else {name: _zeros(*shape, plane, device) for name, plane in layout.items()}
+        )
+        self.planes: dict[str, Tensor] = {name: plane.transpose(0, 1) for name, plane in storage.items()}
 
     def rows(self, name: str) -> Tensor:
         """A plane as [num_columns * num_pages * page_size, width]: row (page, column, index)

@@ -21,7 +21,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagefold.backends.triton import backend, deal, layer_ops, rows
+from pagefold.backends.triton import backend, deal, layer_ops, pages, rows
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.store.format import Plane, parse_format
 from tests.backend.cases import Case, make_batch, make_jobs, make_keep, make_turn, make_view, new_queries, new_tokens
@@ -35,7 +35,7 @@ POINTER = {
     torch.int16: "*i16",
     torch.uint8: "*u8",
 }
-MODULES = (backend, deal, layer_ops, rows)  # where kernels are launched
+MODULES = (backend, deal, layer_ops, pages, rows)  # where kernels are launched
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = {80: 166912, 90: 232448}  # bytes a program may use
 
@@ -280,3 +280,18 @@ def test_elementwise_kernels_move_16_bytes_at_a_time(monkeypatch, tmp_path, hidd
         ops, registers = instructions(launch.compile(capability).asm["cubin"], tmp_path)
         moves = [op for op in ops if op.startswith(("LDG", "STG", "LDL", "STL"))]
         assert registers <= 64 and moves and all("128" in op for op in moves)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8", "int4"])
+def test_pages_move_16_bytes_at_a_time(monkeypatch, tmp_path, format):
+    """Also to and from the host's memory, where narrow words would leave the bus idle."""
+    store = make_view(Case("mixed", format, None, (300,), 64, 4, 128, state={"score": Plane(torch.float32, 1)})).tiers[
+        0
+    ]
+    ids = torch.arange(1, 3)
+    with recording(monkeypatch) as found:
+        TritonBackend().copy_pages(store, ids, store, ids)
+    (launch,) = found
+    ops, registers = instructions(launch.compile(90).asm["cubin"], tmp_path)
+    assert registers <= 64 and not [op for op in ops if op.startswith(("LDL", "STL"))]
+    assert sum(op.startswith("LDG.E.128") for op in ops) >= 4

@@ -14,6 +14,7 @@ from pagefold.backends.torch_ops import TorchOps, turned_heads
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.plan import DecodeShape
 from pagefold.store.format import FORMATS, Plane, parse_format
+from pagefold.store.mapped import mapped_zeros
 from pagefold.store.pagestore import PageStore
 from tests.backend.cases import Case, bytes_of, make_batch, make_jobs, make_keep, make_view, new_queries, new_tokens
 
@@ -205,16 +206,30 @@ def test_compaction_within_a_tier_is_exact(hot, cold):
 def test_pages_go_to_host_memory_and_back():
     store = moved(make_view(Case(hot="int4", state=STATE)).tiers[0])
     before = moved(store, "cpu")
-    host = PageStore(store.format, 8, store.num_columns, store.page_size, store.head_dim, STATE)
-    src, there = torch.tensor([3, 9, 4]), torch.tensor([1, 2, 5])
+    host = PageStore(store.format, 8, store.num_columns, store.page_size, store.head_dim, STATE, mapped=True)
+    src, there = torch.tensor([3, 9, 4]).cuda(), torch.tensor([1, 2, 5]).cuda()
     backend = TritonBackend()
     backend.copy_pages(store, src, host, there)
-    store.poison(src.cuda())
+    store.poison(src)
     backend.copy_pages(host, there, store, src)
     for name, plane in store.planes.items():
         assert torch.equal(
             plane.cpu().contiguous().view(torch.uint8), before.planes[name].contiguous().view(torch.uint8)
         )
+
+
+def test_mapped_memory_is_zeroed_and_given_back():
+    """Locked anew where it was, after the last view of it has gone; not while one is there."""
+    runtime = torch.cuda.cudart()
+    tensor = torch.from_numpy(mapped_zeros(1 << 20))
+    view = tensor[5:].view(-1, 1)[:100]
+    address = tensor.data_ptr()
+    assert not tensor.any()
+    del tensor
+    assert int(runtime.cudaHostRegister(address, 1 << 20, 0)), "still locked"
+    assert int(runtime.cudaHostUnregister(address)) == 0
+    assert int(runtime.cudaHostRegister(address, 1 << 20, 0)) == 0
+    view[0] = 1
 
 
 def long_view(format: str, length: int, batch: int = 1) -> tuple[KVView, Case]:

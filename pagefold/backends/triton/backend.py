@@ -15,6 +15,7 @@ from pagefold.backends.triton.deal import deal, is_dealt, merge_shares
 from pagefold.backends.triton.layer_ops import TritonOps, append_heads, append_tile
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long, warm_up
 from pagefold.backends.triton.one_token import MAX_TOKENS, held_product
+from pagefold.backends.triton.pages import TritonPages
 from pagefold.backends.triton.plan import (
     BatchPlan,
     DecodePart,
@@ -45,7 +46,7 @@ from pagefold.backends.triton.window_scores import (
 from pagefold.store.shim import HAS_TRITON, triton
 
 
-class TritonBackend(TritonOps, TritonRows, TritonCompaction):
+class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
     """
     decode    shape of the decode kernel; by default, what suits the format
     prefill   shape of the paged prefill kernel, which then attends to every chunk; by default it is what suits the

@@ -264,7 +264,7 @@ def codec_of(store: PageStore, role: str) -> RowCodec:
     return store.format.k if role == "k" else store.format.v
 
 
-def _words(store: PageStore, name: str) -> Tensor:
+def words_of(store: PageStore, name: str) -> Tensor:
     """A plane as rows of the widest integers that a row is made of."""
     rows = store.rows(name).view(torch.uint8)
     for dtype in (torch.int64, torch.int32, torch.int16):
@@ -286,7 +286,7 @@ def by_tier(
 
 
 class TritonRows:
-    """The compactor's part of the backend: what scorers read, and rows and pages on the move."""
+    """The compactor's part of the backend: what scorers read, and rows on the move."""
 
     def read_rows(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
         shape = (len(jobs.slots), width_of(kv, columns), jobs.max_src, kv.window.shape[-1])
@@ -336,8 +336,8 @@ class TritonRows:
             keep.contiguous(),
             jobs.dst_pages,
             tables,
-            tuple(_words(dst, name) for name in copied),
-            tuple(_words(src if moves else dst, name) for name, moves in zip(copied, moved)),
+            tuple(words_of(dst, name) for name in copied),
+            tuple(words_of(src if moves else dst, name) for name, moves in zip(copied, moved)),
             tuple(values.contiguous() for values in state.values()),
             tuple(dst.rows(name) for name in given),
             *(
@@ -353,20 +353,11 @@ class TritonRows:
             PS=kv.page_size,
             D=dst.head_dim,
             N=rows,
-            WIDTHS=tuple(_words(dst, name).shape[-1] for name in copied),
+            WIDTHS=tuple(words_of(dst, name).shape[-1] for name in copied),
             MOVED=tuple(moved),
             STATE_WIDTHS=tuple(dst.layout[name].width for name in given),
             **constants,
         )
-
-    def copy_pages(self, src: PageStore, src_pages: Tensor, dst: PageStore, dst_pages: Tensor) -> None:
-        """One of the stores may be in the host's memory."""
-        for name, plane in dst.planes.items():
-            if plane.shape[-1]:
-                pages = _words(src, name).view(src.num_columns, src.num_pages, -1)
-                chosen = pages.index_select(1, src_pages.to(pages.device).long())
-                into = _words(dst, name).view(dst.num_columns, dst.num_pages, -1)
-                into.index_copy_(1, dst_pages.to(into.device).long(), chosen.to(into.device))
 
 
 def decoding(codec: RowCodec, head_dim: int) -> dict:
