@@ -38,7 +38,7 @@ run() {
         reason) throughput "$QWEN4B" "${REASON[@]}" --peer vllm --peer-path "$VLLM" ;;
         reason-*) folded --kv-format "${1#reason-}" ;;
         lag) folded --kv-format bf16 --kv-lag 8 ;;
-        ablate) throughput "$QWEN4B" "${REASON[@]}" --kv-budget 1024 --ablate ;;
+        ablate) throughput "$QWEN06B" "${REASON[@]}" --kv-budget 1024 --ablate ;;
         sweep)
             throughput "$QWEN06B" --load-format dummy --num-requests 32 --input-len 128 --kv-budget 1024 \
                 --kv-cache-memory-bytes 85899345920 --sweep-output-len 2048,4096,8192,16384

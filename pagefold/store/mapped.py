@@ -20,6 +20,8 @@ def mapped_zeros(num_bytes: int) -> np.ndarray:
         runtime: Any = torch.cuda.cudart()
         address = array.ctypes.data
         if int(error := runtime.cudaHostRegister(address, num_bytes, 0)):
+            with contextlib.suppress(RuntimeError):  # the next launch would report it once more
+                torch.zeros(1, device="cuda")
             raise MemoryError(f"{num_bytes} bytes of host memory cannot be locked for the device: {error}")
         weakref.finalize(array, runtime.cudaHostUnregister, address)
     return array
