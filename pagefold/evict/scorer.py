@@ -1,6 +1,7 @@
 """What is worth keeping: the contract of a scorer, and what it may look at."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
@@ -95,7 +96,7 @@ class ScoreContext:
     def __post_init__(self):
         self.max_src = self.max_src or int(self.num_src.max())
 
-    @property
+    @cached_property
     def valid(self) -> Tensor:
         """bool[J, 1, N]: False on padding."""
         return (torch.arange(self.max_src, device=self.num_src.device) < self.num_src[:, None])[:, None]

@@ -13,6 +13,7 @@ if triton.knobs.runtime.interpret:
 
 from pagefold.backends.triton import backend, compaction, rows
 from pagefold.backends.triton.backend import TritonBackend
+from pagefold.evict import row_kernels
 from pagefold.store.format import Plane
 from tests.backend.cases import Case, make_jobs, make_keep, make_view
 from tests.compile.test_compile import SHARED, Launch, Recorder, instructions
@@ -99,3 +100,19 @@ def test_tiles_of_window_attention_make_no_threads_wait(monkeypatch, tmp_path, f
             assert kinds["SHFL"] == exchanges and kinds["STS"] <= bool(exchanges) and kinds["BAR"] <= 2
             assert kinds["MUFU"] <= 48 and len(loop) <= 470
             assert registers <= 168, "three programs at a time"
+
+
+def test_what_scorers_compute_along_rows_compiles(monkeypatch, tmp_path):
+    """In registers, each of them a launch."""
+    found: list[Launch] = []
+    for name in ("share_rows", "pool_rows"):
+        monkeypatch.setattr(row_kernels, name, Recorder(getattr(row_kernels, name), found))
+    x, valid = torch.zeros(2, 3, 1280), torch.ones(2, 1, 1280, dtype=torch.bool)
+    for softmax in (True, False):
+        row_kernels.shares(x, valid, softmax=softmax)
+    row_kernels.pooled(x, valid, 7)
+    assert len(found) == 3
+    for launch in found:
+        for capability in (80, 90):
+            ops, registers = instructions(launch.compile(capability).asm["cubin"], tmp_path)
+            assert registers <= 168 and not [op for op in ops if op.startswith(("LDL", "STL"))]

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pagefold.core.types import InputError
+from pagefold.evict import row_kernels
 
 
 def require(ok: bool, option: str, value: object, limit: str) -> None:
@@ -20,17 +21,23 @@ def require_kernel(kernel: int) -> None:
 def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
     """Every row's score becomes the best among its `kernel` nearest rows, itself included. float[J, C, N]."""
     kernel = min(kernel, 2 * scores.shape[-1] - 1)  # a wider one sees no more
+    if row_kernels.serves(scores):
+        return row_kernels.pooled(scores, valid, kernel)
     return F.max_pool1d(scores.masked_fill(~valid, -torch.inf), kernel, stride=1, padding=kernel // 2)
 
 
 def softmax_rows(logits: Tensor, valid: Tensor) -> Tensor:
     """Softmax over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
+    if row_kernels.serves(logits):
+        return row_kernels.shares(logits, valid, softmax=True)
     logits = logits.masked_fill(~valid, -torch.inf)
     return _shares((logits - logits.amax(-1, keepdim=True)).exp())
 
 
 def times_mean(x: Tensor, valid: Tensor) -> Tensor:
     """x >= 0 as a multiple of its mean over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
+    if row_kernels.serves(x):
+        return row_kernels.shares(x, valid, softmax=False)
     x = x.masked_fill(~valid, 0.0)
     largest = x.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     return _shares(x / largest) * valid.sum(-1, keepdim=True)

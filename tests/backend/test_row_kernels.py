@@ -1,0 +1,76 @@
+"""What scorers compute along rows equals torch's, the kernels interpreted on the CPU.
+
+The interpreter must be chosen before kernels are defined, so a plain run starts this file again in its own process.
+"""
+
+# ruff: noqa: E402 - what is imported depends on Triton being there
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="needs the package triton")
+
+from pagefold.evict import row_kernels
+from pagefold.evict.scorers._common import max_pool_rows, softmax_rows, times_mean
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+def test_in_the_interpreter():
+    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(
+        command, check=False, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+def rows_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random rows of jobs of unequal lengths, and which of them are valid; padding is no number."""
+    x = torch.rand(*shape)
+    lengths = torch.randint(1, shape[-1] + 1, shape[:1])
+    lengths[0] = shape[-1]
+    valid = (torch.arange(shape[-1]) < lengths[:, None]).view(shape[0], *[1] * (len(shape) - 2), shape[-1])
+    return x.masked_fill(~valid, torch.nan), valid
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(3, 2, 5), (2, 3, 2, 40), (2, 2, row_kernels.TILE + 70)])
+def test_they_are_what_torch_gives(shape):
+    x, valid = rows_of(*shape)
+    torch.testing.assert_close(row_kernels.shares(5 * x, valid, softmax=True), softmax_rows(5 * x, valid))
+    torch.testing.assert_close(row_kernels.shares(x, valid, softmax=False), times_mean(x, valid))
+    for kernel in (1, 7, 2 * shape[-1] - 1) if shape[-1] < 100 else (7,):
+        ours = row_kernels.pooled(-x, valid, kernel).masked_fill(~valid, 0)
+        flat, mask = -x.flatten(1, -2), valid.flatten(1, -2)
+        theirs = max_pool_rows(flat, mask, kernel).view(shape).masked_fill(~valid, 0)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@interpreted
+def test_what_a_job_is_padded_to_changes_no_bit():
+    x, valid = rows_of(1, 3, 100)
+    wide, more = (
+        torch.full((2, 3, row_kernels.TILE + 1), torch.nan),
+        torch.zeros(2, 1, row_kernels.TILE + 1, dtype=torch.bool),
+    )
+    wide[1, :, :100], more[1, :, :100] = x[0], valid[0]
+    for softmax in (True, False):
+        alone = row_kernels.shares(x, valid, softmax=softmax)[0]
+        assert torch.equal(row_kernels.shares(wide, more, softmax=softmax)[1, :, :100], alone)
+
+
+@interpreted
+def test_a_score_that_is_no_number_stays_visible():
+    x, valid = torch.rand(1, 1, 50), torch.ones(1, 1, 50, dtype=torch.bool)
+    x[0, 0, 20] = torch.nan
+    assert row_kernels.pooled(x, valid, 7)[0, 0].isnan().nonzero().flatten().tolist() == list(range(17, 24))
