@@ -206,7 +206,7 @@ class Backend(Protocol):
 
     def copy_pages(self, src: PageStore, src_pages: Tensor, dst: PageStore, dst_pages: Tensor) -> None:
         """Copy whole pages between stores of the same format, every plane: swap out and in. Page ids are int64, where
-        the tables are; on a device, a store in the host's memory is `mapped`."""
+        the tables are, and no page is both read and written; on a device, a store in the host's memory is `mapped`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

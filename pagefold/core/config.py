@@ -57,11 +57,15 @@ class CacheConfig:
     gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory for weights, work space and KV pages")
     num_pages: int | None = _option(None, "pages of the hot tier, instead of a size in bytes")
     enable_prefix_caching: bool = _option(True, "reuse the pages of prompts that begin alike")
-    kv_swap_bytes: int = _option(1 << 30, "host memory for preempted requests, in bytes")
+    kv_swap_bytes: int = _option(
+        1 << 30, "host memory for preempted requests, in bytes; with a GPU, locked at the start"
+    )
     kv_keep_turns: bool | None = _option(
         None, "keep what a folded request leaves, for requests that go on from it; default: with prefix caching"
     )
-    kv_keep_bytes: int = _option(0, "host memory for what was kept and the pool has no room for, in bytes")
+    kv_keep_bytes: int = _option(
+        0, "host memory for what was kept and the pool has no room for, in bytes; with a GPU, locked at the start"
+    )
 
 
 @dataclass(frozen=True)

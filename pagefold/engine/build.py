@@ -128,13 +128,17 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     try:
         host = stores(geometry.num_host_pages, "cpu", mapped=decoder.device.type == "cuda")
     except MemoryError as error:
-        asked = config.cache.kv_swap_bytes, config.cache.kv_keep_bytes
-        raise InputError("kv_swap_bytes", "got {}, and {} of kv_keep_bytes: {}".format(*asked, error)) from error
+        cache = config.cache
+        asked = {"kv_swap_bytes": cache.kv_swap_bytes, "kv_keep_bytes": cache.kv_keep_bytes}
+        field = max(asked, key=lambda name: asked[name])
+        raise InputError(field, f"got {asked[field]}, which is more than this machine gives: {error}") from None
     sampler = build_sampler(spec, decoder)
     runner = ModelRunner(decoder, backend, kv, host, sampler, overlap=config.eviction.kv_lag > 0)
     if decoder.device.type == "cuda" and not config.model.enforce_eager:
         most = min(config.scheduler.max_num_seqs, config.scheduler.tokens_per_step)
         runner.capture(graph_sizes(most), max_model_len)
+    if decoder.device.type == "cuda":
+        runner.warm_up_swaps()
     folds = usual_folds(policies.default, geometry.page_size, max_model_len)
     if decoder.device.type == "cuda" and folds:
         runner.compressor.warm_up(folds, policies.default.score)

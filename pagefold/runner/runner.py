@@ -102,7 +102,7 @@ class ModelRunner:
         self.compressor.before_edits(plan.edits, plan.swaps)
         self._apply(plan.edits)
         for op in plan.swaps:
-            self._swap(op)
+            self.swap(op)
         if not plan.chunks:
             return Launched(plan.step, plan.samples, None, {})
         batch = batch_of(plan)
@@ -128,7 +128,14 @@ class ModelRunner:
             self._drawn.index_copy_(0, slots, draw.ids.clamp(min=0))
         return Launched(plan.step, plan.samples, draw, ranks, self._fold(plan))
 
-    def _swap(self, op: SwapOp) -> None:
+    def warm_up_swaps(self) -> None:
+        """Compile what they launch, by copies of garbage, so that no request waits for it."""
+        garbage = np.zeros(1, np.int32)
+        for tier in range(len(self.host[0])):
+            for move in (Move.OUT, Move.IN):
+                self.swap(SwapOp(tier, move, garbage, garbage))
+
+    def swap(self, op: SwapOp) -> None:
         """In the order of the steps: what follows may overwrite what has left, and reads what has come."""
         src_pages, dst_pages = upload([op.src_pages, op.dst_pages], self.device)
         for part, host in zip(self.kv.parts, self.host, strict=True):

@@ -185,7 +185,7 @@ def test_smollm2_on_a_cpu_shows_the_gain(smollm2, tmp_path):
     assert main([*argv, "--json", str(figures)]) == 0
     kept, full = json.loads(figures.read_text())["results"]
     computed = lambda result: sum(r["prompt_tokens"] - r["cached_tokens"] for r in result["rounds"][1:])  # noqa: E731
-    assert 4 * computed(kept) < computed(full) and kept["total_s"] < full["total_s"]
+    assert 4 * computed(kept) < computed(full)
 
 
 # ---- vLLM's side

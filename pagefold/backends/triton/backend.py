@@ -43,7 +43,7 @@ from pagefold.backends.triton.window_scores import (
     window_sums,
     window_weights,
 )
-from pagefold.store.shim import HAS_TRITON, triton
+from pagefold.store.shim import HAS_TRITON, tl, triton
 
 
 class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
@@ -335,7 +335,7 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
         )
         for kernel, programs, tensors, numbers, options, shape in passes:
             for tier, store in enumerate(kv.tiers):
-                own = store.format.k.rotate
+                own, codec = store.format.k.rotate, reading(store.format.k, head_dim)
                 kernel[(programs, num_columns, num_jobs)](
                     rotated if own else kv.window,
                     store.rows("k_data"),
@@ -351,10 +351,10 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
                     TIER=tier,
                     NUM_TIERS=num_tiers,
                     OWN=own,
-                    **reading(store.format.k, head_dim),
+                    **codec,
                     PRECISION="ieee",
                     num_warps=shape.warps,
-                    num_stages=shape.stages,
+                    num_stages=2 if codec["MMA"] == tl.float32 else shape.stages,  # rows are as wide as two
                 )
         return scores
 

@@ -46,8 +46,8 @@ def row_lengths(
     N: tl.constexpr, MMA: tl.constexpr, LOAD: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
     GAIN: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of rows, C, J): out float32[J, C, max_src], the lengths of the source rows of one tier, or, INVERSE,
-    what makes the length of their `centred_pieces` 1."""
+    """Grid (tiles of rows, C, J): out float32[J, C, max_src], max_src being theirs or more, the lengths of the source
+    rows of one tier, or, INVERSE, what makes the length of their `centred_pieces` 1."""
     i_j = tl.program_id(2)
     i = tl.program_id(0) * N + tl.arange(0, N)
     ok = i < tl.load(num_src + i_j)
@@ -223,7 +223,7 @@ def compare_rows(
     tl.store(total + at + i_row, tl.sum(sums, 1) * a_factor, mask=i_row < stop)
 
     # read and multiplied once more, which takes half of the registers that keeping their cosines by lane would
-    found = tl.max(newest, 1)
+    found = tl.where(i_row < stop, tl.max(newest, 1), -1)
     best = tl.zeros([M], tl.float32)
     b_a, a_factor = unit_rows(
         planes, inverse, i_row, found >= 0, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
@@ -322,7 +322,8 @@ class TritonCompaction:
 
     def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
         """The shape of a program depends on the format and `block` alone, and so does the order in which cosines are
-        summed. Float32 and rows of two formats take registers for two lanes."""
+        summed. Float32 and rows of two formats need more
+        registers, so twice the warps."""
         num_tiers, max_src, head_dim = len(kv.tiers), jobs.max_src, kv.window.shape[-1]
         hot, cold = kv.tiers[0], kv.tiers[-1]
         codecs = [device_codec(codec_of(store, "k")) for store in kv.tiers]
@@ -378,7 +379,7 @@ class TritonCompaction:
         return out
 
     def _lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor, *, inverse: bool) -> None:
-        """Into out float32[J, C, max_src]. Rows stay in the frame they are stored in, where lengths are the same."""
+        """Into out float32[J, C, max_src or more]. Rows stay as they are stored: their lengths are the same."""
         grid = triton.cdiv(jobs.max_src, LENGTHS), *out.shape[1::-1]
         for args, codec, constants in by_tier(kv, jobs, columns, role, out):
             constants |= {name: value for name, value in reading(codec, constants["D"]).items() if name != "PAIRS"}

@@ -51,9 +51,9 @@ def multiprocessors() -> int:
 
 @functools.cache
 def multiplies_in_shared_memory() -> bool:
-    """Whether matrix units take both operands from there, and not from registers: from compute capability 9.0 on, an
-    H200's where there is no device."""
-    return not torch.cuda.is_available() or torch.cuda.get_device_capability(0) >= (9, 0)
+    """Whether matrix units take both operands from there, and not from registers, as those of an H200 do, and of what
+    there is where there is no device."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(0)[0] in (9, 10)
 
 
 # Shapes of decode by the number of pieces of a row of V: tile, warps, stages, warps of programs aimed at for each
