@@ -38,7 +38,9 @@ run() {
         reason) throughput "$QWEN4B" "${REASON[@]}" --peer vllm --peer-path "$VLLM" ;;
         reason-*) folded --kv-format "${1#reason-}" ;;
         lag) folded --kv-format bf16 --kv-lag 8 ;;
-        ablate) throughput "$QWEN06B" "${REASON[@]}" --kv-budget 1024 --ablate ;;
+        ablate)
+            throughput "$QWEN06B" "${REASON[@]}" --num-requests 80 --kv-cache-memory-bytes 8589934592 --kv-budget 1024 --ablate
+            ;;
         sweep)
             throughput "$QWEN06B" --load-format dummy --num-requests 32 --input-len 128 --kv-budget 1024 \
                 --kv-cache-memory-bytes 85899345920 --sweep-output-len 2048,4096,8192,16384
@@ -65,7 +67,7 @@ run() {
             ;;
         chains)
             local model=$OUT/chains
-            [ -e "$model/model.safetensors" ] || pagefold eval train-chains "$model" --minutes 8 --decay-from 0.35 \
+            [ -e "$model/model.safetensors" ] || pagefold eval train-chains "$model" --minutes 13 --decay-from 0.35 \
                 --tokens 16384 --lr 1e-3 --compile --seed 0
             for scorer in zipage snapkv; do
                 pagefold profile "$model" --chains 100 --tokens 1408 --samples 6 --ratio 1/4 --page-size 16 --heads-per-page 2 \
