@@ -62,6 +62,7 @@ class DeviceCodec:
                 frame, the same bytes as the codec's `encode`
         mma     operands of matrix products with these rows
         pairs   neighbouring channels that share a 16-bit word
+        bias    of all pieces, or of none
         options constants of `store`
     """
 
@@ -72,6 +73,10 @@ class DeviceCodec:
     bias: tuple[float, ...] = (0.0,)
     gain: tuple[float, ...] = (1.0,)
     options: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        if any(self.bias) != all(self.bias):
+            raise ValueError(f"bias: got {self.bias}, kernels look at the first to see whether there is any")
 
     @property
     def num_pieces(self) -> int:
