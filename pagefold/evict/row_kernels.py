@@ -34,7 +34,7 @@ def share_rows(x, valid, out, n, per_job, SOFTMAX: tl.constexpr, STEPS: tl.const
         best = tl.maximum(best, b_x, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.max(best, 0)
     if not SOFTMAX:
-        scale = 1.0 / tl.maximum(scale, 1.1754943508222875e-38)
+        scale = 1.0 / tl.maximum(scale, 1.1754943508222875e-38)  # the least normal float32
     steps, count = tl.zeros([N], tl.int64), tl.zeros([N], tl.int32)
     for start in range(0, n, N):
         b_x, is_valid = masked(x, valid, i_head, start + o_n, n, per_job, other)

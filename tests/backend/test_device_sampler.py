@@ -7,10 +7,7 @@ own; `TRITON_INTERPRET=1 pytest tests/backend/test_device_sampler.py` runs the t
 # ruff: noqa: E402 - what is imported depends on Triton being there
 
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -25,22 +22,15 @@ from pagefold.core.types import Samples, SampleSpec, SamplingParams, TokenLogpro
 from pagefold.runner import device_sampler
 from pagefold.runner.device_sampler import DeviceSampler
 from pagefold.runner.sampler import Sampler, is_greedy
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 VOCAB = 300
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@plain
 def test_in_the_interpreter():
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:]
+    assert_passes_interpreted(__file__)
 
 
 @pytest.fixture(autouse=True)

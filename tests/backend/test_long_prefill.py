@@ -4,10 +4,6 @@ Blocks and chunks are made short, and the library's attention is replaced by its
 plain run starts this file again with the interpreter.
 """
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -20,23 +16,13 @@ from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.long_prefill import LongPrefill, attend_long
 from tests.backend import cases
 from tests.backend.cases import Case, make_batch, make_view, new_queries
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@plain
 def test_in_the_interpreter():
-    import triton
-
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, check=False, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+    assert_passes_interpreted(__file__)
 
 
 def defined_attention(calls: list[tuple[int, int, int, bool]]):

@@ -5,11 +5,6 @@ The interpreter must be chosen before kernels are defined, so a plain run starts
 
 # ruff: noqa: E402 - what is imported depends on Triton being there
 
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 
@@ -18,23 +13,16 @@ triton = pytest.importorskip("triton", reason="needs the package triton")
 from pagefold.backends.torch_ops import TorchOps
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.one_token import HELD_LOADS, WIDTH, held_product
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@plain
 def test_in_the_interpreter():
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, check=False, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+    assert_passes_interpreted(__file__)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+@interpreted
 @pytest.mark.parametrize("n, k", [(24, 64), (19, 1500), (5, HELD_LOADS // 2 * WIDTH + 8)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_equal_those_of_torch(n, k, biased):
@@ -50,7 +38,7 @@ def test_products_equal_those_of_torch(n, k, biased):
     torch.testing.assert_close(sums, want)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+@interpreted
 def test_a_row_too_long_to_be_held_is_left_to_the_library():
     x, weight = torch.randn(1, HELD_LOADS * WIDTH + 1), torch.randn(3, HELD_LOADS * WIDTH + 1)
     assert held_product(x, weight, None, None, False, None) is None

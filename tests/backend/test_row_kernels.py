@@ -5,11 +5,6 @@ The interpreter must be chosen before kernels are defined, so a plain run starts
 
 # ruff: noqa: E402 - what is imported depends on Triton being there
 
-import os
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 import torch
 
@@ -17,21 +12,13 @@ triton = pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.evict import row_kernels
 from pagefold.evict.scorers._common import max_pool_rows, softmax_rows, times_mean
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@plain
 def test_in_the_interpreter():
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, check=False, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+    assert_passes_interpreted(__file__)
 
 
 def rows_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,13 +5,9 @@ own; `TRITON_INTERPRET=1 pytest tests/backend/test_triton.py` runs the tests the
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,9 +47,7 @@ from tests.backend.cases import (
     new_queries,
     new_tokens,
 )
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 STATE = {"score": Plane(torch.float32, 1), "pair": Plane(torch.float16, 2)}
 PAIRS = ["k=fp8,v=int4", "k=int4,v=fp16"]
@@ -65,7 +59,7 @@ LENGTHS = (1, 7, 8, 45)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@plain
 @pytest.mark.parametrize(
     "part",
     [
@@ -80,14 +74,7 @@ LENGTHS = (1, 7, 8, 45)
     ],
 )
 def test_in_the_interpreter(part):
-    import triton
-
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", part]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-4000:]
+    assert_passes_interpreted(__file__, "-k", part)
 
 
 def close(ours: torch.Tensor, truth: torch.Tensor) -> None:

@@ -5,9 +5,6 @@ As in `test_triton.py`, a plain run starts this file again in a process with the
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -24,9 +21,7 @@ from pagefold.evict.select import select_rows
 from pagefold.runner.compressor import Compressor
 from pagefold.store.format import FORMATS, Plane
 from tests.backend.cases import Case, bytes_of, copy_of, make_jobs, make_view
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 ONE_TIER = [(name, None) for name in FORMATS.names() if name != "fp64"]
 TIERS = [*ONE_TIER, ("bf16", "int4"), ("int4", "k4v2"), ("fp32", "k=fp8,v=int4")]
@@ -34,18 +29,10 @@ VALUES = [0.0, -0.0, 1.0, -1.0, 2.5, 1e-45, -1e-45, 3e38, -3e38, math.inf, -math
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@plain
 @pytest.mark.parametrize("part", ["crowding", "selection", "batch"])
 def test_in_the_interpreter(part):
-    import triton
-
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", part]
-    run = subprocess.run(
-        command, check=False, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
+    assert_passes_interpreted(__file__, "-k", part)
 
 
 def repeat_keys(view: KVView) -> None:

@@ -5,10 +5,6 @@ Triton's backend runs in its interpreter, which must be chosen before kernels ar
 again in a process of its own.
 """
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
@@ -16,8 +12,8 @@ from pagefold.backends.registry import make_backend
 from pagefold.store.format import FORMATS, parse_format
 from tests.engine.conftest import LAYOUT_SPECS
 from tests.engine.test_matrix import logprobs_of_long_prompt
+from tests.interpreted import INTERPRETED, assert_passes_interpreted, plain
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BACKENDS = ["triton"] if INTERPRETED else ["cpu"]
 USES = {
     "alone": {"kv_format": "{0}"},
@@ -30,15 +26,9 @@ USES = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@plain
 def test_in_the_interpreter():
-    triton = pytest.importorskip("triton", reason="needs the package triton")
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("the interpreter of Triton 3.6 needs numpy < 2.4")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k", "dropped"]
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    run = subprocess.run(command, check=False, env=env, capture_output=True, text=True)
-    assert run.returncode == 0 and "passed" in run.stdout, run.stdout[-4000:]
+    assert_passes_interpreted(__file__, "-x", "-k", "dropped")
 
 
 def logprobs(backend: str, monkeypatch, use: str, name: str, layout: str, length: int, **options) -> np.ndarray:

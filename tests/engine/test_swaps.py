@@ -1,9 +1,11 @@
 """Pages that leave for host memory and come back are the same bytes, in every part of the cache."""
 
 import numpy as np
+import pytest
 import torch
 
-from pagefold.core.types import Move, SwapOp
+from pagefold.core.types import InputError, Move, SwapOp
+from pagefold.store.mapped import mapped_zeros
 from pagefold.store.pagestore import PageStore
 from tests.engine.tiny import tiny_engine
 
@@ -42,3 +44,10 @@ def test_swaps_happen_in_order_in_every_part():
             for a, b in zip(pages_of(store, pages), want, strict=True)  # noqa: B023
         )
         assert same([9, 10, 2], theirs) and same([1], later) and same([7], later)
+
+
+def test_host_memory_that_cannot_be_had_is_named():
+    with pytest.raises(MemoryError, match=f"{1 << 62} bytes of host memory"):
+        mapped_zeros(1 << 62)
+    with pytest.raises(InputError, match=f"kv_keep_bytes: got {1 << 60}"):
+        tiny_engine(kv_eviction="zipage", kv_keep_bytes=1 << 60)
