@@ -50,6 +50,7 @@ GROWTH = 1.25
 GAIN, EMBEDDING = 0.7, 0.3  # initial scale of a product's output, and of the embedding
 PLAIN = 0.5  # share of the programs that look up more than the task's do
 SHORTER = 0.5  # share of the batches with fewer lines than the present number
+GROWING = 0.3  # of the peak, the least learning rate while lines are still added
 JUDGED = 20  # batches at the present length that are judged together
 QUESTIONS, QUESTION = 16, 3  # questions after a program, one for each of its lines at most, and tokens of each
 DRAWN_AHEAD = 16  # batches drawn at once, for drawing takes some launches per line
@@ -291,7 +292,8 @@ class Trainer:
         """Of the next step, where `progress` is the share of the wall time that has passed."""
         warm = min(1.0, (self.steps + 1) / self.options.warmup)
         left = min(1.0, (1.0 - progress) / (1.0 - self.options.decay_from))
-        return self.options.lr * warm * max(0.0, left)
+        least = GROWING if self.curriculum.lines < self.curriculum.most else 0.0
+        return self.options.lr * warm * max(least, left)
 
     def step(self, progress: float) -> bool:
         """One step; True if the programs grow after it."""

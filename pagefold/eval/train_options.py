@@ -20,7 +20,9 @@ class TrainOptions:
     tokens: int = _option(16384, "tokens of a step")
     lr: float = _option(1e-3, "peak learning rate")
     warmup: int = _option(200, "steps in which it rises to the peak")
-    decay_from: float = _option(0.6, "share of the minutes after which it falls, linearly to 0")
+    decay_from: float = _option(
+        0.6, "share of the minutes after which it falls, linearly to 0; not below 0.3 of it while lines are added"
+    )
     seed: int = _option(0, "seed of the weights and the programs")
     hidden: int = _option(384, "width of the model")
     layers: int = _option(8, "its layers")

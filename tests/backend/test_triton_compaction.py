@@ -64,11 +64,20 @@ def test_crowding(hot, cold, threshold):
 @interpreted
 @pytest.mark.parametrize(
     "hot, cold, threshold, block",
-    [("int4", None, 0.4, 48), ("int4", None, 0.4, None), ("int8", None, 0.0, 40), ("bf16", "int4", 0.4, 48)],
+    [
+        ("int4", None, 0.4, 48),
+        ("int4", None, 0.4, 64),
+        ("bf16", None, 0.4, 32),
+        ("int4", None, 0.4, None),
+        ("int8", None, 0.0, 40),
+        ("bf16", "int4", 0.4, 48),
+    ],
 )
 def test_crowding_of_many_tiles(monkeypatch, hot, cold, threshold, block):
-    """Blocks of whole tiles of columns and others, which end inside a tile of rows; all rows with all."""
-    monkeypatch.setattr(module, "TILE", 32)
+    """Blocks of whole tiles of columns and others, which end inside a tile of rows, and of long tiles; all rows with
+    all."""
+    monkeypatch.setattr(module, "TILE", 16)
+    monkeypatch.setattr(module, "LONG_TILE", 32)
     monkeypatch.setattr(module, "COLUMNS", 16)
     case = Case("uniform", hot, cold, (70, 50), head_dim=32, num_window=1)
     view = make_view(case)

@@ -125,10 +125,12 @@ def test_no_batch_comes_twice_and_shorter_ones_are_mixed_in():
     assert set(drawn) == set(range(2, 11)) and 450 < drawn.count(10) < 550
 
 
-def test_the_learning_rate_rises_stays_and_falls():
+def test_the_learning_rate_rises_stays_and_falls_to_nothing_once_programs_are_long():
     trainer = Trainer(TrainOptions(**TINY, lr=1e-3, warmup=10, decay_from=0.5))
     assert trainer.learning_rate(0.0) == pytest.approx(1e-4)
     trainer.steps = 50
+    assert [trainer.learning_rate(x) for x in (0.1, 0.5, 0.75, 1.0)] == pytest.approx([1e-3, 1e-3, 5e-4, 3e-4])
+    trainer.curriculum.lines = trainer.curriculum.most
     assert [trainer.learning_rate(x) for x in (0.1, 0.5, 0.75, 1.0)] == pytest.approx([1e-3, 1e-3, 5e-4, 0.0])
 
 

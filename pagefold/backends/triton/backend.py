@@ -92,7 +92,7 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
         rotate = _rotates(kv)
         rotated = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotate else q
         tokens, heads, warps = append_tile(num_tokens, num_q, num_kv, rotate or hot.format.v.rotate)
-        ahead = _starts_ahead(qkv)
+        ahead = starts_ahead(qkv.device)
         parts = triton.cdiv(num_q, heads) + 2 * triton.cdiv(num_kv, heads)
         append_heads[(triton.cdiv(num_tokens, tokens) * parts,)](
             qkv,
@@ -190,7 +190,7 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
             grid, parts = (splits, num_heads, batch), (batch, out.shape[1], num_tiers * splits)
         partial = out if direct else torch.empty(*parts, head_dim, dtype=torch.float32, device=out.device)
         lse = torch.empty(parts, dtype=torch.float32, device=out.device)
-        ahead = starts_ahead(out.device)  # whatever the batch: both kernels end with few programs at work
+        ahead = starts_ahead(out.device)
         for tier, (store, shape) in enumerate(zip(kv.tiers, shapes)):
             decode_split[grid](
                 queries[tier],
@@ -357,11 +357,6 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
                     num_stages=2 if codec["MMA"] == tl.float32 else shape.stages,  # rows are as wide as two
                 )
         return scores
-
-
-def _starts_ahead(x: Tensor) -> bool:
-    """Whether kernels of a batch of x's tokens start early: where a device waits for launches more than for bytes."""
-    return len(x) <= MAX_TOKENS and starts_ahead(x.device)
 
 
 def _rotates(kv: KVView) -> bool:

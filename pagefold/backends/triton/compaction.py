@@ -15,9 +15,10 @@ from pagefold.backends.triton.plan import (
 from pagefold.backends.triton.rows import WHERE, by_tier, codec_of, decoded, decoding, source_rows, where, width_of
 from pagefold.store.shim import jit, tl, triton
 
-TILE = 64  # rows of a program that compares them with others, COLUMNS at a time
+TILE, LONG_TILE = 64, 128  # rows of a program that compares them with others, COLUMNS at a time
 COLUMNS = 64
-REGISTERS = 128  # of a lane of it, so that four programs share a multiprocessor
+REGISTERS, LONG_REGISTERS = 128, 168  # of a lane of it, so that four or three programs share a multiprocessor
+NEAR_ROWS = 256  # in which a place, of every eighth row, is five bits
 LENGTHS = 64  # rows of a program that takes their lengths
 SELECT_TILE = 2048  # scores looked at at a time, whatever there are, so that two programs serve all lengths
 
@@ -115,6 +116,27 @@ def unit_rows(
         return (x,), tl.where(ok, 1.0, 0.0)
 
 
+@jit
+def compared(
+    s, factor, limit, i_row, first, start, i_t, sums, newest, tile, M: tl.constexpr, N: tl.constexpr,
+    NEAR: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """(sums, newest, tile) of `compare_rows` after the columns i_t.., whose products with the rows are s [M, N]."""
+    o_n = tl.arange(0, N)
+    s *= factor[None, :]
+    if (i_t < first + M) & (i_t + N > first):
+        s = tl.where(i_row[:, None] == (i_t + o_n)[None, :], 0.0, s)
+    sums += tl.sum(tl.reshape(s, [M, N // 8, 8]), 1)
+    ranks = (s.to(tl.int32, bitcast=True) >> 31 - BITS) + (o_n // 8 << BITS)[None, :]
+    best = tl.max(tl.reshape(tl.where(s > limit[:, None], ranks, -1), [M, N // 8, 8]), 1)
+    if NEAR:
+        newest = tl.where(best >= 0, best + ((i_t - start) // 8 << BITS), newest)
+    else:
+        newest = tl.where(best >= 0, best, newest)
+        tile = tl.where(best >= 0, i_t, tile)
+    return sums, newest, tile
+
+
 @jit(do_not_specialize=[*WHERE, "threshold", "block", "max_src", "stride"])
 def compare_rows(
     planes,
@@ -135,6 +157,7 @@ def compare_rows(
     M: tl.constexpr,
     N: tl.constexpr,
     ALIGNED: tl.constexpr,
+    NEAR: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     PS: tl.constexpr,
     D: tl.constexpr,
@@ -159,6 +182,7 @@ def compare_rows(
     ALIGNED   one tier, and a block is the only one or a multiple of N rows
     inverse   float32[J, C, stride] of `row_lengths`; 0 past a job's rows. Stride is a multiple of N, and leaves room to
               ask for N rows too many. Not looked at where there are two tiers
+    NEAR      a block has at most NEAR_ROWS
     total     float32[J, C, max_src]   of each row, the sum of its cosines with the others
     less      int64[J, C, max_src]     what of it does not count, in steps of 2^-40: each row's cosine with the newest
                                        other row that is similar is added to that one's. Integers, because sums of
@@ -176,23 +200,30 @@ def compare_rows(
         return
 
     i_row = first + tl.arange(0, M)
-    b_a, a_factor = unit_rows(
-        planes, inverse, i_row, i_row < stop, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
-        NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
-        COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
-    )  # fmt: skip
-    offset = tl.zeros([M], tl.float32)
-    if ALIGNED:
-        b_a, offset = against_stored(b_a, M, PIECES, BIAS, GAIN, MMA)
-        a_factor *= GAIN[0]
-    limit = threshold / tl.maximum(a_factor, 1e-30)
-    # of every eighth column, which lie in one lane: the sum, and the newest similar one
-    o_n = tl.arange(0, N)
-    sums = tl.zeros([M, 8], tl.float32)
-    newest = tl.full([M, 8], -1, tl.int32)
+    inside = i_row < stop
     pages = tables[0] + (tl.load(tables[2] + i_j) * num_groups + tl.load(tables[3] + i_j)) * max_pages
     pages += tl.load(tables[4] + i_j)
     base = (first_column + i_c).to(tl.int64) * num_pages
+    offset = tl.zeros([M], tl.float32)
+    if ALIGNED:
+        row = tile_rows(tile_pages(pages, first, stop, PS, M), first, base, PS, M)
+        b_a = centred_pieces(planes[0], row, inside, D, False, LOAD, PIECES, BIAS, GAIN, MMA)
+        b_a, offset = against_stored(b_a, M, PIECES, BIAS, GAIN, MMA)
+        a_factor = tl.load(inverse + i_row, mask=inside, other=0.0) * GAIN[0]
+    else:
+        b_a, a_factor = unit_rows(
+            planes, inverse, i_row, inside, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
+            NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
+            COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
+        )  # fmt: skip
+    limit = threshold / tl.maximum(a_factor, 1e-30)
+    # Of every eighth column, which lie in one lane: the sum, and the newest similar one, as a number whose lower bits
+    # are those of its cosine, whose sign is known, and whose upper ones its place: in its block, or in its tile.
+    BITS: tl.constexpr = 26 if NEAR else 28
+    o_n = tl.arange(0, N)
+    sums = tl.zeros([M, 8], tl.float32)
+    newest = tl.full([M, 8], -1, tl.int32)
+    tile = tl.full([M, 8], 0, tl.int32)
     if ALIGNED:
         page = tile_pages(pages, start, stop, PS, N)
         next_factor = tl.load(inverse + tl.multiple_of(start, N) + o_n)
@@ -200,9 +231,9 @@ def compare_rows(
         i_other = i_t + o_n
         ok = i_other < stop
         if ALIGNED:
-            row = tile_rows(page, i_t, base, PS, N)
+            other_row = tile_rows(page, i_t, base, PS, N)
             page = tile_pages(pages, i_t + N, stop, PS, N)
-            b_b = LOAD(planes[0], row, ok, D, True, MMA)
+            b_b = LOAD(planes[0], other_row, ok, D, True, MMA)
             b_factor = next_factor
             next_factor = tl.load(inverse + tl.multiple_of(i_t + N, N) + o_n)
         else:
@@ -214,31 +245,17 @@ def compare_rows(
         s = tl.zeros([M, N], tl.float32) - offset[:, None]
         for p in tl.static_range(PIECE_COUNT):
             s = tl.dot(b_a[p], b_b[p], s, input_precision=PRECISION)
-        s *= b_factor[None, :]
-        if (i_t < first + M) & (i_t + N > first):
-            s = tl.where(i_row[:, None] == i_other[None, :], 0.0, s)
-        sums += tl.sum(tl.reshape(s, [M, N // 8, 8]), 1)
-        similar = tl.where(s > limit[:, None], o_n[None, :], -N - i_t)
-        newest = tl.maximum(newest, i_t + tl.max(tl.reshape(similar, [M, N // 8, 8]), 1))
-    tl.store(total + at + i_row, tl.sum(sums, 1) * a_factor, mask=i_row < stop)
+        sums, newest, tile = compared(
+            s, b_factor, limit, i_row, first, start, i_t, sums, newest, tile, M, N, NEAR, BITS
+        )
+    tl.store(total + at + i_row, tl.sum(sums, 1) * a_factor, mask=inside)
 
-    # read and multiplied once more, which takes half of the registers that keeping their cosines by lane would
-    found = tl.where(i_row < stop, tl.max(newest, 1), -1)
-    best = tl.zeros([M], tl.float32)
-    b_a, a_factor = unit_rows(
-        planes, inverse, i_row, found >= 0, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
-        NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
-        COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
-    )  # fmt: skip
-    b_b, b_factor = unit_rows(
-        planes, inverse, found, found >= 0, tables, first_column, num_groups, max_pages, num_pages, cold_pages,
-        NUM_TIERS, PS, M, D, False, MMA, ROTATE, LOAD, PIECES, BIAS, GAIN, SCALED,
-        COLD_ROTATE, COLD_LOAD, COLD_PIECES, COLD_BIAS, COLD_GAIN, COLD_SCALED,
-    )  # fmt: skip
-    for p in tl.static_range(PIECE_COUNT):
-        best += tl.sum(b_a[p].to(tl.float32) * b_b[p].to(tl.float32), 1)
-    steps = (best * a_factor * b_factor * 1099511627776.0).to(tl.int64)
-    tl.atomic_add(less + at + found, steps, mask=found >= 0, sem="relaxed")
+    place = (start if NEAR else tile) + (newest >> BITS) * 8
+    column = tl.where(newest >= 0, place + tl.arange(0, 8)[None, :], -1)
+    cosine = ((newest & ((1 << BITS) - 1)) << 31 - BITS).to(tl.float32, bitcast=True)
+    found = tl.where(inside, tl.max(column, 1), -1)
+    cosine = tl.sum(tl.where(column == found[:, None], cosine, 0.0), 1) * a_factor
+    tl.atomic_add(less + at + found, (cosine * 1099511627776.0).to(tl.int64), mask=found >= 0, sem="relaxed")
 
 
 @jit
@@ -322,13 +339,17 @@ class TritonCompaction:
 
     def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
         """The shape of a program depends on the format and `block` alone, and so does the order in which cosines are
-        summed. Float32 and rows of two formats need more
-        registers, so twice the warps."""
+        summed. Float32 and rows of two formats need more registers, so twice the warps. What bounds the others is
+        instructions, of which longer tiles need fewer, in as many registers as near blocks leave."""
         num_tiers, max_src, head_dim = len(kv.tiers), jobs.max_src, kv.window.shape[-1]
         hot, cold = kv.tiers[0], kv.tiers[-1]
         codecs = [device_codec(codec_of(store, "k")) for store in kv.tiers]
         narrow = num_tiers == 1 and codecs[0].mma != torch.float32
-        rows = min(TILE, max(16, next_power_of_2(block or TILE)))
+        aligned = num_tiers == 1 and (block or COLUMNS) % COLUMNS == 0
+        near = block is not None and block <= NEAR_ROWS
+        rows, registers = min(TILE, max(16, next_power_of_2(block or TILE))), REGISTERS
+        if narrow and aligned and near and block % LONG_TILE == 0:
+            rows, registers = LONG_TILE, LONG_REGISTERS
         length = min(block or max_src, max_src)
         shape = (len(jobs.slots), width_of(kv, columns), max_src)
         total = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
@@ -358,7 +379,8 @@ class TritonCompaction:
             stride,
             M=rows,
             N=COLUMNS,
-            ALIGNED=num_tiers == 1 and (block or COLUMNS) % COLUMNS == 0,
+            ALIGNED=aligned,
+            NEAR=near,
             NUM_TIERS=num_tiers,
             PS=kv.page_size,
             D=head_dim,
@@ -368,7 +390,7 @@ class TritonCompaction:
             **constants,
             num_warps=4 if narrow else 8,
             num_stages=2,
-            maxnreg=REGISTERS if narrow and multiplies_in_shared_memory() else None,
+            maxnreg=registers if narrow and multiplies_in_shared_memory() else None,
         )
         return total.sub_(less * 2.0**-40)
 

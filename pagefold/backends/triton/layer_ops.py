@@ -5,18 +5,20 @@ import math
 import torch
 from torch import Tensor
 
-from pagefold.backends.triton.ahead import start_next_and_wait
+from pagefold.backends.triton.ahead import start_next_and_wait, starts_ahead
 from pagefold.backends.triton.plan import next_power_of_2
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl, triton
 
 
 @jit
-def norm_rows(x, delta, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def norm_rows(x, delta, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     """Grid (T): out = RMS norm of x [T, n], or, with ADD, of x += delta, which is rounded and stored first."""
     i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK)
     ok = o_n < n
+    if AHEAD:
+        start_next_and_wait()
     b_x = tl.load(x + i_t * n + o_n, mask=ok, other=0.0)
     if ADD:
         b_delta = tl.load(delta + i_t * n + o_n, mask=ok, other=0.0)
@@ -28,11 +30,13 @@ def norm_rows(x, delta, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.conste
 
 
 @jit
-def gate_rows(gate_up, out, n, BLOCK: tl.constexpr):
+def gate_rows(gate_up, out, n, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     """Grid (T, n / BLOCK): out[T, n] = silu(gate) * up of gate_up[T, 2 n], gate first."""
     i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = o_n < n
+    if AHEAD:
+        start_next_and_wait()
     gate = tl.load(gate_up + i_t * 2 * n + o_n, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up + i_t * 2 * n + n + o_n, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + i_t * n + o_n, gate / (1.0 + tl.exp(-gate)) * up, mask=ok)
@@ -224,7 +228,10 @@ class TritonOps:
         num_tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty(num_tokens, n, dtype=gate_up.dtype, device=gate_up.device)
         block = 1024 if num_tokens <= 64 else 2048  # many small programs while they are few
-        gate_rows[(num_tokens, triton.cdiv(n, block))](gate_up.contiguous(), out, n, BLOCK=block, num_warps=4)
+        ahead = starts_ahead(out.device)
+        gate_rows[(num_tokens, triton.cdiv(n, block))](
+            gate_up.contiguous(), out, n, BLOCK=block, AHEAD=ahead, num_warps=4, launch_pdl=ahead
+        )
         return out
 
 
@@ -239,6 +246,8 @@ def _normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tens
         eps,
         ADD=delta is not None,
         BLOCK=block,
+        AHEAD=starts_ahead(x.device),
         num_warps=max(1, min(16, block // 512)),  # 16 numbers a lane
+        launch_pdl=starts_ahead(x.device),
     )
     return out
