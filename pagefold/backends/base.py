@@ -24,6 +24,7 @@ class KVView:
         window        float[L, window slots, w, Hq, D]   queries of the tokens before a compaction (post-RoPE)
         inv_freq      float[rotary_dim / 2]   RoPE frequencies, for scorers that un-rotate queries
         page_size     rows per page
+        window_stride tokens from one query of a window to the next; the last one is of the last token
         apart         the view of layers whose rows have another format: the same tables, stores and columns of their
                       own; None if there are none. `members` and the stores of this view are without them
         layers_apart  these layers
@@ -45,6 +46,7 @@ class KVView:
     window: Tensor
     inv_freq: Tensor
     page_size: int
+    window_stride: int = 1
     apart: "KVView | None" = None
     layers_apart: frozenset[int] = frozenset()
 
@@ -152,6 +154,7 @@ class Backend(Protocol):
 
     name: str
     few_tokens: int  # batches of so many tokens are better served by `product` than by a library's products; 0: none
+    max_queries: int | None  # of a KV head's query heads in a window, powers of two of each, at most; None: any
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         """Build what attention of up to max_tokens new tokens in sequences of up to max_model_len builds when it is

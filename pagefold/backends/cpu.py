@@ -292,7 +292,7 @@ class CpuBackend(TorchOps):
         keys = gather(kv, "k", pages, cold, _column_ids(kv, columns), kv.row_dtype, keep)
         num_window = queries.shape[2]
         logits = (queries.flatten(2, 3) @ keys.mT * scale).unflatten(2, (num_window, per_head))  # [J, C, w, R, n]
-        seen = num_rows[:, None] - num_window + torch.arange(num_window) + 1  # [J, w]
+        seen = num_rows[:, None] - torch.arange(num_window - 1, -1, -1) * kv.window_stride  # [J, w]
         hidden = torch.arange(keys.shape[2]) >= seen[..., None]  # [J, w, n]
         logits.masked_fill_(hidden[:, None, :, None], -torch.inf)
         weights = torch.softmax(logits, -1).masked_fill_(hidden[:, None, :, None], 0)

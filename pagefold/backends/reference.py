@@ -113,7 +113,7 @@ class Reference(TorchOps):
             keys = read(kv, slot, group, column, range(n), "k", torch.float64)
             total = torch.zeros(n, dtype=torch.float64)
             for u in range(num_window):
-                seen = n - num_window + u + 1  # query u is the token of row n - num_window + u
+                seen = n - (num_window - 1 - u) * kv.window_stride  # the row of query u's token is the last it sees
                 if seen < 1:
                     continue
                 weights = torch.zeros(per_head, n, dtype=torch.float64)

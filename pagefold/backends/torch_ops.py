@@ -72,6 +72,7 @@ class TorchOps:
         pass
 
     few_tokens = 0
+    max_queries = None
 
     def product(
         self,

@@ -9,7 +9,7 @@ import math
 import typing
 from dataclasses import dataclass, field
 
-from pagefold.core.types import EVICT_WHEN, InputError, check_ratio
+from pagefold.core.types import EVICT_WHEN, InputError, check_ratio, window_lead
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 BACKENDS = ("auto", "cpu", "reference", "triton")
@@ -76,7 +76,8 @@ class EvictionConfig:
     kv_budget: int = _option(1024, "rows kept per head after a compaction")
     kv_budget_ratio: float | None = _option(None, "instead: rows kept per head as a share of the request's prompt")
     kv_buffer: int | None = _option(None, "tokens between compactions; default: one page, on a GPU 128")
-    kv_window: int = _option(16, "recent rows that are always kept; their queries score the others")
+    kv_window: int = _option(16, "recent rows that are always kept, and recent queries that score the others")
+    kv_window_stride: int = _option(1, "tokens from one of these queries to the next")
     kv_sink_tokens: int = _option(4, "first rows that are always kept")
     kv_evict_when: str = _option("always", "'always' at the budget, or only under memory 'pressure'", EVICT_WHEN)
     kv_prefill_buffer: int | None = _option(None, "fold prompts every this many tokens; default: at their end")
@@ -128,6 +129,7 @@ class EngineConfig:
             ("kv_budget", evict.kv_budget, 1),
             ("kv_buffer", evict.kv_buffer, 1),
             ("kv_window", evict.kv_window, 1),
+            ("kv_window_stride", evict.kv_window_stride, 1),
             ("kv_sink_tokens", evict.kv_sink_tokens, 0),
             ("kv_prefill_buffer", evict.kv_prefill_buffer, 1),
             ("kv_lag", evict.kv_lag, 0),
@@ -156,13 +158,14 @@ class EngineConfig:
         if evict.kv_prefill_buffer is not None and evict.kv_prefill_buffer % self.period:
             got = evict.kv_prefill_buffer
             raise InputError("kv_prefill_buffer", f"got {got}, must be a multiple of kv_buffer ({self.period})")
-        # a request must not need its next window while the one before is still being read
-        if evict.kv_eviction != "none" and evict.kv_window + evict.kv_lag > self.period:
-            raise InputError(
-                "kv_window",
-                f"kv_window + kv_lag ({evict.kv_window} + {evict.kv_lag}) must be at most kv_buffer ({self.period})",
-            )
-        if evict.kv_lag >= self.period:
+        # A request must not need its next window while the one before is still being read. Where the period depends on
+        # the device, this is looked at once that is known (`for_device`).
+        lead = window_lead(evict.kv_window, evict.kv_window_stride)
+        if evict.kv_buffer and evict.kv_eviction != "none" and lead + evict.kv_lag > self.period:
+            spans = f"{evict.kv_window} queries, one every {evict.kv_window_stride} tokens, span {lead}"
+            limit = f"with kv_lag ({evict.kv_lag}) that must be at most kv_buffer ({self.period})"
+            raise InputError("kv_window", f"{spans}; {limit}")
+        if evict.kv_buffer and evict.kv_lag >= self.period:
             raise InputError("kv_lag", f"got {evict.kv_lag}, must be smaller than kv_buffer ({self.period})")
 
     def skipped_layers(self, num_layers: int) -> list[int]:
@@ -192,12 +195,13 @@ class EngineConfig:
 
     @property
     def window_slots(self) -> int:
-        """Windows to lend. A request holds one for window + lag of every period's tokens, so that share of the
+        """Windows to lend. A request holds one for lead + lag of every period's tokens, so that share of the
         running requests needs one at a time; a quarter more keeps them from queueing for it."""
         if self.scheduler.kv_window_slots:
             return self.scheduler.kv_window_slots
         evict, most = self.eviction, self.scheduler.max_num_seqs
-        return min(most, max(4, math.ceil(1.25 * most * (evict.kv_window + evict.kv_lag) / self.period)))
+        held = window_lead(evict.kv_window, evict.kv_window_stride) + evict.kv_lag
+        return min(most, max(4, math.ceil(1.25 * most * held / self.period)))
 
     def sections(self) -> tuple:
         return self.model, self.cache, self.eviction, self.scheduler

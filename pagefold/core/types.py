@@ -281,6 +281,11 @@ class ScorePolicy:
     window: int
 
 
+def window_lead(window: int, stride: int) -> int:
+    """Tokens from the first of `window` queries, one every `stride` tokens, to the end of the last; both included."""
+    return (window - 1) * stride + 1
+
+
 class Chunk(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence, computed in this step; decode is num_tokens == 1.
 

@@ -107,6 +107,8 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     layout, parts = build_parts(config, spec, build_layout(config, spec), decoder.dtype)
     policies = PolicyMaker(config, layout)
     backend = build_backend(config, decoder.device)
+    if policies.has_window:
+        check_window(config.eviction.kv_window, spec.num_heads // spec.num_kv_heads, backend)
     geometry = build_geometry(config, spec, layout, parts, policies, DEFAULT_KV_BYTES)
     kv = view_in_parts(build_view(config, spec, layout, geometry, decoder, max_model_len, policies.has_window), parts)
 
@@ -164,9 +166,9 @@ def for_device(config: EngineConfig, device: torch.device) -> EngineConfig:
     if scheduler.max_num_batched_tokens is None and on_gpu:
         scheduler = replace(scheduler, max_num_batched_tokens=8192)
     evict, every = config.eviction, GPU_PERIOD
-    fits = every % config.cache.page_size == 0 and (evict.kv_prefill_buffer or every) % every == 0
-    if evict.kv_buffer is None and on_gpu and fits:
-        evict = replace(evict, kv_buffer=every)
+    if evict.kv_buffer is None:
+        fits = every % config.cache.page_size == 0 and (evict.kv_prefill_buffer or every) % every == 0
+        evict = replace(evict, kv_buffer=every if on_gpu and fits else config.period)
     return replace(config, scheduler=scheduler, eviction=evict)
 
 
@@ -175,6 +177,15 @@ def build_layout(config: EngineConfig, spec: ModelSpec) -> HeadLayout:
         return LAYOUTS.build(config.cache.kv_layout).build(spec.num_layers, spec.num_kv_heads)
     except (ValueError, OSError) as error:
         raise InputError("kv_layout", str(error)) from None
+
+
+def check_window(window: int, per_head: int, backend: Backend) -> None:
+    """Raises InputError for a window of more queries than the backend scores rows by."""
+    if backend.max_queries is None:
+        return
+    limit = backend.max_queries >> (per_head - 1).bit_length()
+    if window > limit:
+        raise InputError("kv_window", f"got {window}, must be at most {limit} with backend {backend.name}")
 
 
 def build_backend(config: EngineConfig, device: torch.device) -> Backend:
@@ -269,4 +280,5 @@ def build_view(
         ),
         inv_freq=decoder.inv_freq,
         page_size=geometry.page_size,
+        window_stride=config.eviction.kv_window_stride,
     )

@@ -79,6 +79,7 @@ class PolicyMaker:
             sink_tokens=evict.kv_sink_tokens,
             lag=evict.kv_lag,
             cold_after=cache.kv_cold_after if cache.kv_cold_format else None,
+            stride=evict.kv_window_stride,
         )
         if scorer is None:
             return never

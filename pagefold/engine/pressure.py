@@ -44,7 +44,7 @@ class Pressure:
 
     def _reach_of(self, policy: FoldPolicy) -> int:
         """Pages that a group may open before a fold that is asked for now is done."""
-        return -(-(policy.window + policy.period) // self.manager.geometry.page_size)
+        return -(-(policy.lead + policy.period) // self.manager.geometry.page_size)
 
     def _surplus(self, kv: KVState) -> int:
         """Pages that the next fold gives back."""

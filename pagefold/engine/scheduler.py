@@ -205,7 +205,7 @@ class Scheduler:
                 return kv.reserved or any(other.ticket for _, other in self._folding)
         if not manager.extend(kv, count):
             return False
-        draws = plan.add(seq, kv, start, count, 0 if event is None else event - kv.policy.window)
+        draws = plan.add(seq, kv, start, count, 0 if event is None else event - kv.policy.lead)
         if kv.num_tokens == event:
             plan.jobs += manager.launch(kv, plan.policy_index(kv.policy))
             self._folding.append((seq, kv))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CODER = "Qwen/Qwen2.5-Coder-0.5B-Instruct"
 ENGINE = (
     *("tokenizer", "dtype", "load_format", "seed", "backend", "page_size", "kv_format", "kv_layout"),
-    *("kv_buffer", "kv_window", "kv_sink_tokens", "kv_prefill_buffer", "kv_lag"),
+    *("kv_buffer", "kv_window", "kv_window_stride", "kv_sink_tokens", "kv_prefill_buffer", "kv_lag"),
     *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "kv_cache_memory_bytes", "gpu_memory_utilization"),
 )
 

@@ -17,7 +17,7 @@ from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
 
 COMMON = ("tokenizer", "dtype", "load_format", "seed", "backend", "page_size", "kv_format")
 SKIP = ("kv_format_skip_layers", "kv_skip_format")
-FOLDS = ("kv_buffer", "kv_window", "kv_sink_tokens")
+FOLDS = ("kv_buffer", "kv_window", "kv_window_stride", "kv_sink_tokens")
 PROFILE_SEED = 1 << 20  # of programs: none that is asked
 LAYOUT = ("kv_layout", "kv_cache_memory_bytes")
 

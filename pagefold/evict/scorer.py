@@ -74,6 +74,7 @@ class ScoreContext:
     scale         float         softmax scale of the model's attention
     sink_tokens   leading rows that selection protects
     window        trailing rows that selection protects
+    window_stride tokens from one query of the window to the next
     new_state     {state name: float32[J, C, N, width]}: what a scorer puts here travels with the kept rows
     max_src       N, the largest of num_src, on the host; where it is not given num_src is read, and so waited for
     """
@@ -90,6 +91,7 @@ class ScoreContext:
     scale: float
     sink_tokens: int
     window: int
+    window_stride: int = 1
     new_state: dict[str, Tensor] = field(default_factory=dict)
     max_src: int = 0
 
@@ -105,7 +107,7 @@ class ScoreContext:
 class Scorer(Protocol):
     """Ranks rows; higher is kept. A plug-in is a frozen dataclass of options, so it holds no state between calls.
 
-    needs_window   the queries of the last `window` tokens must have been stored (`rows.attention`, `rows.queries`)
+    needs_window   queries of recent tokens must have been stored (`rows.attention`, `rows.queries`)
     state          per-row planes the scorer keeps in the pages
     reads_rows     False if it never asks for `rows.keys` or `rows.values`, so that more heads fit into memory at once;
                    a scorer that does not say may ask

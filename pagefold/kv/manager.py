@@ -112,7 +112,7 @@ class KVManager(PageHolder):
     def _most_known(kv: KVState, num_tokens: int) -> int:
         """How many of a new sequence's tokens need not be computed: the last one must, and its first event's window."""
         event, _ = kv.upcoming()
-        computed = max(1, kv.policy.window if kv.policy.needs_window else 1)
+        computed = kv.policy.lead if kv.policy.needs_window else 1
         return num_tokens - 1 if event is None else min(num_tokens - 1, event - computed)
 
     def _fits(self, kv: KVState, tokens: list[int], margin: int, hits: np.ndarray | None) -> bool:
@@ -266,7 +266,7 @@ class KVManager(PageHolder):
 
     def start_folding(self, kv: KVState) -> None:
         """Ask a request in pressure mode to begin evicting, as soon as a whole window of queries can be kept."""
-        kv.fold_from = kv.num_tokens + kv.policy.window
+        kv.fold_from = kv.num_tokens + kv.policy.lead
         kv.folds_changed()
 
     def index(self, kv: KVState, tokens: list[int]) -> None:

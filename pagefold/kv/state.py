@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pagefold.core.types import ScorePolicy
+from pagefold.core.types import ScorePolicy, window_lead
 
 if TYPE_CHECKING:
     from pagefold.kv.trunks import Trunk
@@ -18,14 +18,15 @@ class FoldPolicy:
     """How one request's rows are folded. All counts are in tokens or rows.
 
     scorer          spec string of the scorer; None: rows are never evicted
-    needs_window    the scorer looks at the queries of the last `window` tokens
+    needs_window    the scorer looks at `window` queries, the last at the event, the others each `stride` tokens before
     budget          int32[G], rows each head keeps after a compaction, multiples of the page size
     period          tokens between compactions while decoding, a multiple of the page size
     prefill_period  the same while prefilling, a multiple of `period`; None: nothing is folded before the prompt's end
-    window          trailing rows that are always kept; window + lag is at most `period`
+    window          trailing rows that are always kept, and queries of a window; lead + lag is at most `period`
     sink_tokens     leading rows that are always kept
     lag             tokens from a compaction's launch to the step that sees it (0 while prefilling)
     cold_after      rows that stay hot when older ones are moved to the cold tier; None: there is no cold tier
+    stride          tokens from one query of a window to the next
     under_pressure  nothing is evicted until the scheduler asks for it
     ask             what the request asked for, in words: rows that were folded for one ask serve the same ask only
     """
@@ -39,12 +40,18 @@ class FoldPolicy:
     sink_tokens: int
     lag: int
     cold_after: int | None
+    stride: int = 1
     under_pressure: bool = False
     ask: str = ""
 
     @property
     def evicts(self) -> bool:
         return self.scorer is not None
+
+    @property
+    def lead(self) -> int:
+        """Tokens before an event from whose first one on a window is needed."""
+        return window_lead(self.window, self.stride)
 
     @property
     def score(self) -> ScorePolicy:
@@ -245,7 +252,7 @@ class KVState:
         if self._next is None or (self._next[0] is not None and self._next[0] <= self.num_tokens):
             event, policy = self.next_event(), self.policy
             evicts = event is not None and (policy.cold_after is None or event >= (self._evicts_from() or event + 1))
-            self._next = event, event - policy.window if event is not None and evicts and policy.needs_window else None
+            self._next = event, event - policy.lead if event is not None and evicts and policy.needs_window else None
         return self._next
 
     def folds_changed(self) -> None:
@@ -256,7 +263,7 @@ class KVState:
         """Look ahead, while decoding, to the next token that needs more than its place: those before it are planned
         without looking."""
         event, window_from = self.upcoming()
-        self.window_start = 0 if event is None else event - self.policy.window
+        self.window_start = 0 if event is None else event - self.policy.lead
         until = min(-(-self.num_tokens // self.page_size) * self.page_size, self.last)
         if event is not None:
             until = min(until, event - 1)

@@ -315,5 +315,6 @@ class Compressor:
             scale=self.scale,
             sink_tokens=policy.sink_tokens,
             window=policy.window,
+            window_stride=kv.window_stride,
             max_src=jobs.max_src,
         )

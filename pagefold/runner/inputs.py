@@ -33,16 +33,16 @@ class Batch:
         return bool((self.q_lens == 1).all() and (self.num_logits == 1).all())
 
 
-def batch_of(plan: StepPlan) -> Batch:
-    """Query j of a window is the query of token window_start + j; the tokens of a chunk before that are not kept."""
+def batch_of(plan: StepPlan, window_stride: int) -> Batch:
+    """Query j of a window is that of token window_start + j * window_stride; those of other tokens are not kept."""
     slots, starts, lens, num_logits, window_slot, window_start = plan.chunks.columns
     positions = starts
     if len(plan.tokens) > len(slots):  # else each chunk is one token
         chunk = np.repeat(np.arange(len(lens)), lens)  # of each token
         positions = np.arange(len(chunk)) + (starts - (lens.cumsum() - lens))[chunk]
         window_slot, window_start = window_slot[chunk], window_start[chunk]
-    window_index = positions - window_start
-    kept = (window_slot > 0) & (window_index >= 0)
+    window_index, between = np.divmod(positions - window_start, window_stride)
+    kept = (window_slot > 0) & (window_index >= 0) & (between == 0)
     return Batch(
         tokens=plan.tokens,
         positions=positions,

@@ -105,7 +105,7 @@ class ModelRunner:
             self.swap(op)
         if not plan.chunks:
             return Launched(plan.step, plan.samples, None, {})
-        batch = batch_of(plan)
+        batch = batch_of(plan, self.kv.window_stride)
         if self.graphs and self.graphs.fits(batch):
             hidden, last, slots = self.graphs.replay(batch)
         else:

@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "chat_template": ("is set for the whole server by --chat-template", ()),
     "kv_buffer": ("is set for the whole engine by --kv-buffer", ()),
     "kv_window": ("is set for the whole engine by --kv-window", ()),
+    "kv_window_stride": ("is set for the whole engine by --kv-window-stride", ()),
     "kv_sink_tokens": ("is set for the whole engine by --kv-sink-tokens", ()),
     "kv_format": ("is set for the whole engine by --kv-format", ()),
 }

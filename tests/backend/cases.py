@@ -25,6 +25,7 @@ class Case:
     lengths      tokens of each sequence
     evicted      pages dropped so far from each group, cut to what the shortest sequence has full
     cold         pages in the cold tier, likewise
+    stride       tokens from one query of a window to the next
     """
 
     layout: str = "uniform"
@@ -35,6 +36,7 @@ class Case:
     per_head: int = 2
     head_dim: int = 16
     num_window: int = 4
+    stride: int = 1
     dtype: torch.dtype = torch.float32
     state: dict[str, Plane] = field(default_factory=dict)
     seed: int = 0
@@ -93,6 +95,7 @@ def make_view(case: Case) -> KVView:
         window,
         torch.ones(case.head_dim // 2),
         page_size,
+        case.stride,
     )
     _fill(view, case, rng)
     return view

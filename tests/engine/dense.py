@@ -51,6 +51,7 @@ class Folding:
     period: int = 4
     prefill_period: int | None = None
     window: int = 3
+    stride: int = 1
     sink_tokens: int = 1
     lag: int = 0
 
@@ -74,15 +75,17 @@ class DenseRows:
     def queries(self) -> Tensor:
         assert self.model.folding
         w = self.model.folding.window
-        return torch.stack([torch.stack(self.model.queries[cell][-w:]) for cell in self.group])[None]
+        kept = [self.model.queries[cell][:: -self.model.folding.stride][:w][::-1] for cell in self.group]
+        return torch.stack([torch.stack(queries) for queries in kept])[None]
 
     def attention(self, across: str = "max") -> Tensor:
         keys, queries = self.keys(), self.queries()
-        rows, window = keys.shape[2], queries.shape[2]
+        assert self.model.folding
+        rows, window, stride = keys.shape[2], queries.shape[2], self.model.folding.stride
         out = torch.zeros(1, len(self.group), rows, dtype=torch.float64)
         for c in range(len(self.group)):
             for u in range(window):
-                seen = rows - window + u + 1
+                seen = rows - (window - 1 - u) * stride
                 weights = (queries[0, c, u] @ keys[0, c, :seen].T * SCALE).softmax(-1)
                 out[0, c, :seen] += (weights.amax(0) if across == "max" else weights.mean(0)) / window
         return out
@@ -172,6 +175,7 @@ class Dense:
             scale=SCALE,
             sink_tokens=f.sink_tokens,
             window=f.window,
+            window_stride=f.stride,
         )
         scores = SCORERS.build(f.scorer).score(ctx)[0]
         safe = {*range(f.sink_tokens), *range(n - f.window, n)}

@@ -146,7 +146,7 @@ def test_unknown_options_are_listed():
         ({"max_model_len": 1 << 20}, "max_model_len: got 1048576, the model's context holds"),
         (
             {"kv_eviction": "snapkv", "kv_lag": 2},
-            r"kv_window: kv_window \+ kv_lag \(3 \+ 2\) must be at most kv_buffer",
+            r"kv_window: 3 queries, one every 1 tokens, span 3; with kv_lag \(2\) that must be at most kv_buffer",
         ),
     ],
 )

@@ -16,6 +16,7 @@ VARIANTS = [
     {},
     {"kv_lag": 1},
     {"kv_buffer": 8, "kv_lag": 4, "kv_window": 4},
+    {"kv_buffer": 8, "kv_lag": 1, "kv_window_stride": 3},
     {"kv_buffer": 8, "kv_prefill_buffer": 8},
     {"kv_buffer": 4, "kv_prefill_buffer": 16, "kv_lag": 1, "kv_sink_tokens": 5},
 ]
@@ -32,6 +33,7 @@ def folding_of(engine) -> Folding:
         period=policy.period,
         prefill_period=policy.prefill_period,
         window=policy.window,
+        stride=policy.stride,
         sink_tokens=policy.sink_tokens,
         lag=policy.lag,
     )

@@ -117,7 +117,7 @@ def test_the_command_line_refuses_what_cannot_be(capsys):
     for flags, message in (
         (["--scorers", "nobody"], "error: scorers: "),
         (["--budgets", "3/2"], "error: budgets: got '3/2'"),
-        (["--kv-window", "99"], "error: kv_window: kv_window + kv_lag (99 + 0) must be at most kv_buffer (16)"),
+        (["--kv-window", "99"], "error: kv_window: 99 queries, one every 1 tokens, span 99; with kv_lag (0) that must"),
     ):
         assert main(["eval", "humaneval", "no-model", *flags]) == 2
         assert message in capsys.readouterr().err

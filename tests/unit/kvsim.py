@@ -107,6 +107,7 @@ class SimRunner:
 
     unsound   where this token would be drawn, the logits are not finite
     failing   steps whose jobs fail
+    stride    tokens from one query of a window to the next
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class SimRunner:
         policies_by_scorer: dict[str, FoldPolicy],
         unsound: int | None = None,
         failing: frozenset[int] = frozenset(),
+        stride: int = 1,
     ):
         self.geometry = geometry
         self.tiers = [np.full((n, geometry.page_size), POISON, np.int64) for n in geometry.num_pages]
@@ -126,7 +128,7 @@ class SimRunner:
         self.windows: dict[int, dict[int, int]] = {}
         self.policies = policies_by_scorer
         self.unsound = unsound
-        self.failing = failing
+        self.failing, self.stride = failing, stride
         self.drawn: dict[int, int] = {}  # by slot, the token drawn last
 
     def _where(self, slot: int, group: int, i: int) -> tuple[np.ndarray, tuple[int, int]]:
@@ -183,7 +185,9 @@ class SimRunner:
                     window = self.windows.setdefault(chunk.window_slot, {})
                     if n == chunk.window_start:
                         window.clear()
-                    window[n - chunk.window_start] = row
+                    index, between = divmod(n - chunk.window_start, self.stride)
+                    if not between:
+                        window[index] = row
             if chunk.num_logits:
                 ids.append(self._draw(row, chunk.slot, next(samples), chunk.start + chunk.num_tokens))
         failed = {job.slot: "failed" for job in plan.jobs} if plan.step in self.failing else {}
@@ -214,7 +218,8 @@ class SimRunner:
             keep = choose(src, job.group, job.keep_rows, policy.sink_tokens, job.num_rows - policy.window)
             if self.policies[policy.scorer].needs_window:
                 window = self.windows[job.window_slot]
-                assert [window[i] for i in range(policy.window)] == rows[-policy.window :], "foreign or stale queries"
+                seen = rows[::-1][:: self.stride][: policy.window][::-1]
+                assert [window[i] for i in range(policy.window)] == seen, "foreign or stale queries"
         dst = self.tiers[job.dst_tier]
         for i, k in enumerate(keep):
             dst[job.dst_pages[i // size], i % size] = src[k]
@@ -230,6 +235,7 @@ def fold_policy(
     lag: int = 0,
     cold_after: int | None = None,
     under_pressure: bool = False,
+    stride: int = 1,
 ) -> FoldPolicy:
     return FoldPolicy(
         scorer=scorer,
@@ -241,6 +247,7 @@ def fold_policy(
         sink_tokens=1,
         lag=lag,
         cold_after=cold_after,
+        stride=stride,
         under_pressure=under_pressure,
         ask=f"{scorer} {budget_pages} {period_pages} {prefill_pages} {window} {lag} {cold_after} {under_pressure}",
     )

@@ -9,10 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagefold.backends.reference import Reference
+from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.upload import upload
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError, SamplingParams
-from pagefold.engine.build import choose_device, for_device
+from pagefold.engine.build import check_window, choose_device, for_device
 from pagefold.engine.policy import PolicyMaker, usual_folds
 from pagefold.kv.layout import HeadLayout
 from pagefold.runner.device_sampler import _Counts, _Kept
@@ -89,6 +91,21 @@ def test_a_gpu_folds_every_128_tokens_where_pages_and_prompts_allow_it(options, 
     config = EngineConfig.from_options(**{"page_size": 32} | options)
     assert for_device(config, torch.device("cuda")).period == period
     assert for_device(config, torch.device("cpu")).period == config.period
+
+
+def test_what_depends_on_the_period_is_checked_once_the_device_is_known():
+    config = EngineConfig.from_options(page_size=32, kv_eviction="snapkv", kv_window=64)
+    assert for_device(config, torch.device("cuda")).period == 128
+    with pytest.raises(InputError, match=r"kv_window: 64 queries.* must be at most kv_buffer \(32\)"):
+        for_device(config, torch.device("cpu"))
+
+
+def test_a_window_of_more_queries_than_the_backend_takes_is_refused():
+    check_window(4096, 4, Reference())
+    pytest.importorskip("triton", reason="needs the package triton")
+    check_window(64, 3, TritonBackend())
+    with pytest.raises(InputError, match="kv_window: got 65, must be at most 64 with backend triton"):
+        check_window(65, 3, TritonBackend())
 
 
 def test_usual_folds_are_those_of_groups_that_can_be_so_long():

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagefold.core.config import SchedulerConfig
-from pagefold.core.types import FinishReason, InputError, Request, StepPlan
+from pagefold.core.types import FinishReason, InputError, Request, StepPlan, window_lead
 from pagefold.engine.scheduler import Scheduler
 from pagefold.engine.sequence import Sequence, Status
 from pagefold.kv.bounds import KVGeometry, check_fits
@@ -50,6 +50,7 @@ class World:
         unsound=None,
         failing=frozenset(),
         kept=0,
+        stride=1,
     ):
         sizes = (pages,) * tiers, (host + kept,) * tiers, (1,) * tiers
         geometry = KVGeometry(*sizes, groups, SIZE, seqs, windows, (kept,) * tiers)
@@ -58,7 +59,7 @@ class World:
             SchedulerConfig(seqs, max_tokens, kv_window_lending=lending, preemption=preemption), self.manager
         )
         self.policies: dict[str, FoldPolicy] = {}
-        self.runner = SimRunner(geometry, self.policies, unsound, failing)
+        self.runner = SimRunner(geometry, self.policies, unsound, failing, stride)
         self.ahead = ahead
         self.in_flight: deque[tuple[StepPlan, list[np.ndarray]]] = deque()
         self.arrivals = count()
@@ -164,10 +165,10 @@ def assert_right(seq: Sequence, unsound: int | None = None, start: Rows | None =
 
 
 @st.composite
-def policies(draw, groups: int, tiers: int, pressure: bool):
+def policies(draw, groups: int, tiers: int, pressure: bool, stride: int = 1):
     scorer = draw(st.sampled_from(["win", "plain", None]))
     period = draw(st.integers(1, 3))
-    window = draw(st.integers(1, 4))
+    window = draw(st.integers(1, min(4, (period * SIZE - 1) // stride + 1)))
     return fold_policy(
         SIZE,
         [draw(st.integers(2, 4)) for _ in range(groups)],
@@ -175,9 +176,10 @@ def policies(draw, groups: int, tiers: int, pressure: bool):
         period_pages=period,
         prefill_pages=draw(st.sampled_from([None, period, 2 * period])),
         window=window,
-        lag=draw(st.integers(0, period * SIZE - window)) % (period * SIZE),
+        lag=draw(st.integers(0, period * SIZE - window_lead(window, stride))) % (period * SIZE),
         cold_after=draw(st.integers(0, 12)) if tiers == 2 else None,
         under_pressure=pressure and draw(st.booleans()),
+        stride=stride,
     )
 
 
@@ -187,9 +189,11 @@ def test_output_depends_on_the_request_alone(data):
     """Any policies, chunk sizes, pools, priorities, shared prefixes, forced preemptions: the same tokens."""
     groups = data.draw(st.sampled_from([1, 1, 3]))
     tiers = data.draw(st.sampled_from([1, 1, 2]))
+    stride = data.draw(st.sampled_from([1, 1, 2, 3]))
     world = World(
         groups=groups,
         tiers=tiers,
+        stride=stride,
         pages=data.draw(st.integers(24, 70)) * groups,
         max_tokens=data.draw(st.sampled_from([1, 3, 7, 16, 64])),
         seqs=data.draw(st.integers(1, 6)),
@@ -206,7 +210,7 @@ def test_output_depends_on_the_request_alone(data):
     for _ in range(data.draw(st.integers(1, 7))):
         shared = data.draw(st.sampled_from([0, 8, 13, 24]))
         prompt = trunk[:shared] + data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=14))
-        policy = data.draw(policies(groups, tiers, pressure=False))
+        policy = data.draw(policies(groups, tiers, pressure=False, stride=stride))
         max_tokens, priority = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 1))
         options = {"stop": data.draw(st.sampled_from([(), (), (3, 11)]))}
         options |= {"prompt_logprobs": data.draw(st.sampled_from([None, None, 0]))}

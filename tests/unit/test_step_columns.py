@@ -33,17 +33,18 @@ def test_chunks_are_those_they_were_made_of(rows):
     assert pickle.loads(pickle.dumps(columns)) == columns != columns_of([*rows, Chunk(1, 0, 1, 1)])
 
 
-@given(st.lists(chunks, min_size=1, max_size=5))
-def test_a_batch_has_a_row_for_each_token_of_each_chunk(rows):
+@given(st.lists(chunks, min_size=1, max_size=5), st.integers(1, 4))
+def test_a_batch_has_a_row_for_each_token_of_each_chunk(rows, stride):
     tokens = np.arange(sum(chunk.num_tokens for chunk in rows), dtype=np.int32)
     edits = TableEdits(*(np.empty((0, 4), np.int32) for _ in range(2)))
     plan = StepPlan(1, edits, [], columns_of(rows), tokens, Samples([], np.empty(0, np.int64)), {}, [], [])
-    batch = batch_of(plan)
+    batch = batch_of(plan, stride)
     expected = []
     for chunk in rows:
         for position in range(chunk.start, chunk.start + chunk.num_tokens):
-            kept = chunk.window_slot > 0 and position >= chunk.window_start
-            expected.append((position, chunk.window_slot * kept, (position - chunk.window_start) * kept))
+            after = position - chunk.window_start
+            kept = chunk.window_slot > 0 and after >= 0 and after % stride == 0
+            expected.append((position, chunk.window_slot * kept, after // stride * kept))
     assert [*zip(batch.positions, batch.window_slots, batch.window_index, strict=True)] == expected
     assert batch.seq_lens.tolist() == [chunk.start + chunk.num_tokens for chunk in rows]
     assert batch.single_tokens == all(chunk.num_tokens == 1 for chunk in rows)

@@ -54,6 +54,7 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
     """
 
     name = "triton"
+    max_queries = 256  # 512 were seen to give wrong scores on an H200, though not interpreted
 
     def __init__(self, decode: DecodeShape | None = None, prefill: Shape | None = None):
         if not HAS_TRITON:
@@ -320,7 +321,8 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
                 num_warps=1,
             )
         base_2 = scale * math.log2(math.e)
-        constants = dict(R=per_head, W=num_window, WP=window_pad, Q=num_queries, D=head_dim, PS=kv.page_size)
+        constants = dict(R=per_head, W=num_window, WP=window_pad, STRIDE=kv.window_stride, Q=num_queries)
+        constants |= dict(D=head_dim, PS=kv.page_size)
         tables = (kv.members, kv.page_table, kv.cold, jobs.slots, jobs.groups, jobs.num_rows, jobs.window_slots)
         passes = (
             (window_sums, splits, (sums, *tables), (base_2, SPLIT_ROWS), {"LANES": 16 * SUMS.warps}, SUMS),

@@ -137,6 +137,7 @@ def window_sums(
     R: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
+    STRIDE: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
     PS: tl.constexpr,
@@ -172,7 +173,7 @@ def window_sums(
     start = first + i_s * split_rows
     stop = tl.minimum(start + split_rows, stop)
     o_q, o_n = tl.arange(0, Q), tl.arange(0, N)
-    seen = tl.minimum(n - W + o_q % WP + 1, stop)
+    seen = tl.minimum(n - (W - 1 - o_q % WP) * STRIDE, stop)
     scale *= GAIN[0]
     queries, row_size = window_of(
         window, i_c, i_j, members, groups, window_slots, first_column, num_columns, num_slots, num_heads, R, W, D, OWN
@@ -189,7 +190,7 @@ def window_sums(
         page = tile_pages(pages, i_t + N, stop, PS, N)
         next_scale = tile_scales(k_scale, page, i_t + N, base, PS, N, SCALED)
         s = window_logits(k_data, row, row_scale, b_q, bias, 1.0, D, N, Q, LOAD, PIECES, BIAS, SCALED, MMA, PRECISION)
-        if i_t + N > tl.minimum(stop, n - W + 1):
+        if i_t + N > tl.minimum(stop, n - (W - 1) * STRIDE):
             s = tl.where((i_t + o_n)[:, None] < seen[None, :], s, float("-inf"))
         s = tl.reshape(s, (N // LANES, LANES // 16, 2, 8, Q))
         m_new = tl.maximum(m, tl.max(tl.max(s, 2), 0) * scale)
@@ -251,6 +252,7 @@ def window_weights(
     R: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
+    STRIDE: tl.constexpr,
     Q: tl.constexpr,
     D: tl.constexpr,
     PS: tl.constexpr,
@@ -294,7 +296,7 @@ def window_weights(
     b_q, bias = window_queries(queries, row_size, D, R, W, WP, Q, PIECES, PAIRS, BIAS, GAIN, MMA)
     base = (first_column + i_c).to(tl.int64) * num_pages
     pages = page_table + line * max_pages
-    seen = n - W + o_q % WP + 1
+    seen = n - (W - 1 - o_q % WP) * STRIDE
     stop = tl.minimum(start + share, stop)
     start = tl.maximum(start, first)
     page = tile_pages(pages, start, stop, PS, N)
@@ -306,7 +308,7 @@ def window_weights(
         next_scale = tile_scales(k_scale, page, i_t + N, base, PS, N, SCALED)
         s = window_logits(k_data, row, row_scale, b_q, bias, scale, D, N, Q, LOAD, PIECES, BIAS, SCALED, MMA, PRECISION)
         w = tl.exp2(s - lse[None, :])
-        if i_t + N > n - W + 1:
+        if i_t + N > n - (W - 1) * STRIDE:
             w = tl.where(i_row[:, None] < seen[None, :], w, 0.0)
         heads = tl.reshape(w, (N, Q // WP, WP))
         if MEAN:

@@ -40,7 +40,7 @@ class ExpectedAttention:
     def score(self, ctx: ScoreContext) -> Tensor:
         queries, keys = ctx.rows.queries(), ctx.rows.keys()
         window, query_heads = queries.shape[2:4]
-        past = torch.arange(-window, 0, device=keys.device) + ctx.num_tokens[:, None]
+        past = ctx.num_tokens[:, None] - 1 - torch.arange(window - 1, -1, -1, device=keys.device) * ctx.window_stride
         future = torch.arange(self.horizon, device=keys.device) + ctx.num_tokens[:, None]
         # RoPE turned q by its position and would turn a mean query by R: both are undone by the opposite sine.
         cos, sin = _rope(past, ctx.inv_freq, queries.dtype)
