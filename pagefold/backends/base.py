@@ -21,7 +21,7 @@ class KVView:
         group_of      int32[L, H]       page-table row of a head
         column_of     int32[L, H]       its column
         members       int32[G, Hp, 2]   (layer, head) of each (group, column)
-        window        float[L, window slots, w, Hq, D]   queries of the tokens before a compaction (post-RoPE)
+        window        float[L, window slots, w, Hq, D]   queries of tokens before a compaction (post-RoPE)
         inv_freq      float[rotary_dim / 2]   RoPE frequencies, for scorers that un-rotate queries
         page_size     rows per page
         window_stride tokens from one query of a window to the next; the last one is of the last token
@@ -154,7 +154,7 @@ class Backend(Protocol):
 
     name: str
     few_tokens: int  # batches of so many tokens are better served by `product` than by a library's products; 0: none
-    max_queries: int | None  # of a KV head's query heads in a window, powers of two of each, at most; None: any
+    max_queries: int | None  # of a KV head in a window, whose query heads count as a power of two; None: any number
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         """Build what attention of up to max_tokens new tokens in sequences of up to max_model_len builds when it is

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 
 from pagefold.bench.charts import bar_chart
@@ -26,6 +27,7 @@ from pagefold.bench.throughput import (
 from pagefold.bench.workloads import Case
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
+from pagefold.engine.build import for_device
 from pagefold.engine.policy import build_scorer
 from pagefold.evict.scorer import SCORERS
 
@@ -63,11 +65,11 @@ def ablation_of(case: Case, given: dict[str, Any]) -> Ablation:
     most = min(len(case.workload.prompts), EngineConfig.from_options(**options).scheduler.max_num_seqs)
     folded = options | {"kv_eviction": spec, "enable_prefix_caching": True, "max_num_seqs": most}
     absent: dict[str, str] = {}
-    lag = _lag(folded)
+    lag = _lag(folded, case.device)
     if case.device != "cuda":
         absent["asynchronous compaction"] = "a CPU has no second stream; rows are compacted between steps"
     elif lag < 1:
-        absent["asynchronous compaction"] = "kv_window takes all of kv_buffer, which leaves no token of lag"
+        absent["asynchronous compaction"] = "the window's queries span all of kv_buffer, which leaves no token of lag"
     else:
         folded["kv_lag"] = lag
     rows = {FULL: folded | {"kv_eviction": "none"}, FOLDED: folded}
@@ -94,12 +96,13 @@ def ablation_of(case: Case, given: dict[str, Any]) -> Ablation:
     return Ablation(case, absent)
 
 
-def _lag(folded: dict[str, Any]) -> int:
+def _lag(folded: dict[str, Any], device: str) -> int:
     """Tokens from a compaction's launch to its commit. Raises InputError for 0, which is the row without."""
     if folded.get("kv_lag") == 0:
         raise InputError("kv_lag", "got 0, must be at least 1: --ablate has a row without a lag")
     config = EngineConfig.from_options(**{name: value for name, value in folded.items() if name != "kv_lag"})
-    return folded.get("kv_lag", min(LAG, config.period - config.eviction.kv_window))
+    config = for_device(config, torch.device(device))
+    return folded.get("kv_lag", min(LAG, config.period - config.lead))
 
 
 def with_option(spec: str, option: str, value: object) -> str:

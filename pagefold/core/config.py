@@ -160,9 +160,8 @@ class EngineConfig:
             raise InputError("kv_prefill_buffer", f"got {got}, must be a multiple of kv_buffer ({self.period})")
         # A request must not need its next window while the one before is still being read. Where the period depends on
         # the device, this is looked at once that is known (`for_device`).
-        lead = window_lead(evict.kv_window, evict.kv_window_stride)
-        if evict.kv_buffer and evict.kv_eviction != "none" and lead + evict.kv_lag > self.period:
-            spans = f"{evict.kv_window} queries, one every {evict.kv_window_stride} tokens, span {lead}"
+        if evict.kv_buffer and evict.kv_eviction != "none" and self.lead + evict.kv_lag > self.period:
+            spans = f"{evict.kv_window} queries, one every {evict.kv_window_stride} tokens, span {self.lead}"
             limit = f"with kv_lag ({evict.kv_lag}) that must be at most kv_buffer ({self.period})"
             raise InputError("kv_window", f"{spans}; {limit}")
         if evict.kv_buffer and evict.kv_lag >= self.period:
@@ -194,13 +193,17 @@ class EngineConfig:
         return self.eviction.kv_buffer or self.cache.page_size
 
     @property
+    def lead(self) -> int:
+        """Tokens before a compaction from whose first one on a window is needed."""
+        return window_lead(self.eviction.kv_window, self.eviction.kv_window_stride)
+
+    @property
     def window_slots(self) -> int:
         """Windows to lend. A request holds one for lead + lag of every period's tokens, so that share of the
         running requests needs one at a time; a quarter more keeps them from queueing for it."""
         if self.scheduler.kv_window_slots:
             return self.scheduler.kv_window_slots
-        evict, most = self.eviction, self.scheduler.max_num_seqs
-        held = window_lead(evict.kv_window, evict.kv_window_stride) + evict.kv_lag
+        most, held = self.scheduler.max_num_seqs, self.lead + self.eviction.kv_lag
         return min(most, max(4, math.ceil(1.25 * most * held / self.period)))
 
     def sections(self) -> tuple:

@@ -125,7 +125,7 @@ def describe(
         )
     if kv.window.numel():
         lines.append(
-            f"query windows: {geometry.window_slots} of {kv.window.shape[2]} tokens, {kv.window.nbytes / 1e9:.2f} GB"
+            f"query windows: {geometry.window_slots} of {kv.window.shape[2]} queries, {kv.window.nbytes / 1e9:.2f} GB"
         )
     tables = kv.page_table.nbytes + kv.evicted.nbytes + kv.cold.nbytes
     lines.append(f"page tables: {geometry.max_seqs} requests, {geometry.num_groups} groups, {tables / 1e6:.1f} MB")

@@ -112,8 +112,7 @@ class KVManager(PageHolder):
     def _most_known(kv: KVState, num_tokens: int) -> int:
         """How many of a new sequence's tokens need not be computed: the last one must, and its first event's window."""
         event, _ = kv.upcoming()
-        computed = kv.policy.lead if kv.policy.needs_window else 1
-        return num_tokens - 1 if event is None else min(num_tokens - 1, event - computed)
+        return num_tokens - 1 if event is None else min(num_tokens - 1, event - kv.policy.lead)
 
     def _fits(self, kv: KVState, tokens: list[int], margin: int, hits: np.ndarray | None) -> bool:
         """Whether there is room for a new sequence that finds these cached pages; with None, whether it is worth

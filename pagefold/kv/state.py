@@ -50,8 +50,8 @@ class FoldPolicy:
 
     @property
     def lead(self) -> int:
-        """Tokens before an event from whose first one on a window is needed."""
-        return window_lead(self.window, self.stride)
+        """Tokens before an event from whose first one on a window is needed; 1 if none is."""
+        return window_lead(self.window, self.stride) if self.needs_window else 1
 
     @property
     def score(self) -> ScorePolicy:

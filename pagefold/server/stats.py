@@ -185,7 +185,7 @@ _WHY = {
 
 def option_table(asked: EngineConfig, engine: Engine) -> list[dict[str, Any]]:
     """Rows of option, asked, got and why, for the options that were set and for those that the engine filled in."""
-    defaults, got = EngineConfig().options(), engine.config.options() | _filled_in(engine)
+    defaults, got = EngineConfig().options(), engine.config.options() | _filled_in(asked, engine)
     rows = []
     for name, value in asked.options().items():
         same = value == got[name]
@@ -203,7 +203,7 @@ def as_text(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
 
 
-def _filled_in(engine: Engine) -> dict[str, Any]:
+def _filled_in(asked: EngineConfig, engine: Engine) -> dict[str, Any]:
     config, kv, geometry = engine.config, engine.runner.kv, engine.manager.geometry
     evicts = config.eviction.kv_eviction != "none"
     return {
@@ -211,7 +211,7 @@ def _filled_in(engine: Engine) -> dict[str, Any]:
         "backend": engine.runner.backend.name,
         "max_model_len": engine.max_model_len,
         "kv_format": kv.tiers[HOT].format.name,
-        "kv_buffer": config.period if evicts else config.eviction.kv_buffer,
+        "kv_buffer": config.period if evicts else asked.eviction.kv_buffer,
         "num_pages": geometry.num_pages[HOT] - 1,
         "kv_cache_memory_bytes": sum(n * b for n, b in zip(geometry.num_pages, geometry.bytes_per_page, strict=True)),
         "kv_window_slots": geometry.window_slots if evicts else config.scheduler.kv_window_slots,

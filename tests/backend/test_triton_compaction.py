@@ -79,6 +79,7 @@ def test_crowding_of_many_tiles(monkeypatch, hot, cold, threshold, block):
     monkeypatch.setattr(module, "TILE", 16)
     monkeypatch.setattr(module, "LONG_TILE", 32)
     monkeypatch.setattr(module, "COLUMNS", 16)
+    monkeypatch.setattr(module, "NEAR_ROWS", 48)
     case = Case("uniform", hot, cold, (70, 50), head_dim=32, num_window=1)
     view = make_view(case)
     repeat_keys(view)

@@ -61,7 +61,13 @@ def test_each_row_of_an_ablation_differs_from_the_folded_one_in_one_option():
     ("given", "device", "name", "reason"),
     [
         ({}, "cpu", "asynchronous compaction", "no second stream"),
-        ({"kv_window": 32}, "cuda", "asynchronous compaction", "no token of lag"),
+        ({"kv_window": 128}, "cuda", "asynchronous compaction", "no token of lag"),
+        (
+            {"kv_window": 22, "kv_window_stride": 3, "kv_buffer": 64},
+            "cuda",
+            "asynchronous compaction",
+            "no token of lag",
+        ),
         ({"kv_eviction": "recency"}, "cuda", "constrained scheduling", "looks at no queries"),
         ({"kv_eviction": "snapkv:kernel=3"}, "cuda", "no global score", "snapkv has no option alpha"),
     ],
@@ -71,6 +77,11 @@ def test_a_row_that_cannot_be_says_why(given, device, name, reason):
     assert reason in ablation.absent[name] and name not in ablation.case.engines
     table = ablate.ablation_table(ablation, [measure.EngineResult("full cache", note="failed")], 1)
     assert any(reason in str(cell) for cell in table.columns[-1].cells)
+
+
+def test_the_lag_is_what_the_period_of_the_device_leaves_a_window():
+    for given, lag in (({}, 8), ({"kv_window_stride": 8}, 7), ({"kv_window": 16, "kv_buffer": 32}, 8)):
+        assert ablated(given, "cuda").case.engines["folded"]["kv_lag"] == lag
 
 
 def test_options_of_a_spec_are_kept():

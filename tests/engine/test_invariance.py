@@ -41,7 +41,7 @@ def policies(draw) -> dict:
         "kv_layout": draw(st.sampled_from(LAYOUTS)),
     }
     if draw(st.booleans()):
-        options |= {"kv_buffer": 8, "kv_prefill_buffer": 8}
+        options |= {"kv_buffer": 8, "kv_prefill_buffer": 8, "kv_window_stride": draw(st.sampled_from([1, 3]))}
     if cold := draw(st.sampled_from([None, None, "fp64", "int4"])):
         options |= {"kv_cold_format": cold, "kv_cold_after": draw(st.sampled_from([0, 6]))}
     return options

@@ -170,9 +170,9 @@ def test_layer_arithmetic(hidden, inner, num_tokens):
 
 
 @pytest.mark.parametrize("hot, cold", TIERS)
-@pytest.mark.parametrize("across", ["max", "mean"])
-def test_what_scorers_read(hot, cold, across):
-    case = Case("mixed", hot, cold, LENGTHS, 16, 4, 128, num_window=16, state=STATE)
+@pytest.mark.parametrize("across, stride", [("max", 1), ("mean", 7)])
+def test_what_scorers_read(hot, cold, across, stride):
+    case = Case("mixed", hot, cold, LENGTHS, 16, 4, 128, num_window=16, state=STATE, stride=stride)
     view = make_view(case)
     jobs = make_jobs(view, case, dst_tier=0)
     gpu, backend = moved(view), TritonBackend()

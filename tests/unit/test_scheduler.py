@@ -242,11 +242,12 @@ def test_aborts_leave_nothing_behind_and_hurt_nobody(data):
         pages=data.draw(st.integers(26, 50)) * groups,
         max_tokens=data.draw(st.integers(2, 20)),
         ahead=data.draw(st.booleans()),
+        stride=(stride := data.draw(st.sampled_from([1, 1, 2, 5]))),
     )
     seqs = []
     for _ in range(data.draw(st.integers(2, 6))):
         prompt = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
-        policy, keeps = data.draw(policies(groups, 1, pressure=True)), data.draw(st.booleans())
+        policy, keeps = data.draw(policies(groups, 1, pressure=True, stride=stride)), data.draw(st.booleans())
         seqs.append(world.add(prompt, policy, data.draw(st.integers(1, 40)), keeps=keeps))
     aborted = set()
     for victim in data.draw(st.lists(st.integers(0, 12), max_size=30)):
@@ -275,12 +276,15 @@ def test_folds_that_fail_end_their_requests_and_no_other(data):
         preemption=data.draw(st.sampled_from(["recompute", "swap"])),
         ahead=data.draw(st.booleans()),
         failing=frozenset(data.draw(st.sets(st.integers(1, 60), max_size=20))),
+        stride=(stride := data.draw(st.sampled_from([1, 1, 2, 5]))),
     )
     trunk, seqs = list(range(30)), []
     for _ in range(data.draw(st.integers(1, 7))):
         prompt = trunk[: data.draw(st.integers(1, 30))] + data.draw(st.lists(st.integers(0, 49), max_size=4))
         seqs.append(
-            world.add(prompt, data.draw(policies(groups, tiers, pressure=False)), data.draw(st.integers(1, 40)))
+            world.add(
+                prompt, data.draw(policies(groups, tiers, pressure=False, stride=stride)), data.draw(st.integers(1, 40))
+            )
         )
     for victims in data.draw(st.lists(st.sets(st.integers(0, 5), max_size=2), max_size=20)):
         world.step()

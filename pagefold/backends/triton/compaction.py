@@ -252,7 +252,8 @@ def compare_rows(
 
     place = (start if NEAR else tile) + (newest >> BITS) * 8
     column = tl.where(newest >= 0, place + tl.arange(0, 8)[None, :], -1)
-    cosine = ((newest & ((1 << BITS) - 1)) << 31 - BITS).to(tl.float32, bitcast=True)
+    half = 1 << 30 - BITS  # of what the shift cut off
+    cosine = (((newest & ((1 << BITS) - 1)) << 31 - BITS) + half).to(tl.float32, bitcast=True)
     found = tl.where(inside, tl.max(column, 1), -1)
     cosine = tl.sum(tl.where(column == found[:, None], cosine, 0.0), 1) * a_factor
     tl.atomic_add(less + at + found, (cosine * 1099511627776.0).to(tl.int64), mask=found >= 0, sem="relaxed")
@@ -340,7 +341,8 @@ class TritonCompaction:
     def crowding(self, kv: KVView, jobs: JobBatch, columns: slice, threshold: float, block: int | None) -> Tensor:
         """The shape of a program depends on the format and `block` alone, and so does the order in which cosines are
         summed. Float32 and rows of two formats need more registers, so twice the warps. What bounds the others is
-        instructions, of which longer tiles need fewer, in as many registers as near blocks leave."""
+        instructions, of which longer tiles need fewer; they have the registers for it in near blocks, where no tile of
+        the newest row is kept."""
         num_tiers, max_src, head_dim = len(kv.tiers), jobs.max_src, kv.window.shape[-1]
         hot, cold = kv.tiers[0], kv.tiers[-1]
         codecs = [device_codec(codec_of(store, "k")) for store in kv.tiers]
