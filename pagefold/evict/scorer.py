@@ -21,7 +21,7 @@ class RowSource(Protocol):
 
     def attention(self, across: str = "max") -> Tensor:
         """Window attention float32[J, C, N]: softmax per query head over all rows, max (or mean) over the query heads
-        of the KV head, mean over the window. Needs `needs_window`."""
+        of the KV head, mean over the window, 0 for queries of older tokens. Needs `needs_window`."""
         ...
 
     def queries(self) -> Tensor:
