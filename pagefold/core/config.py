@@ -68,6 +68,11 @@ class CacheConfig:
     )
 
 
+# Tokens between compactions on a GPU, unless asked otherwise. Each moves a whole budget of rows: at every page that
+# would be a fifth of a step, and so many tokens more are a tenth of a budget of 1024.
+GPU_PERIOD = 128
+
+
 @dataclass(frozen=True)
 class EvictionConfig:
     """Which rows are dropped, and when. `kv_eviction`, the budget and `kv_evict_when` can be set per request."""
@@ -159,13 +164,14 @@ class EngineConfig:
             got = evict.kv_prefill_buffer
             raise InputError("kv_prefill_buffer", f"got {got}, must be a multiple of kv_buffer ({self.period})")
         # A request must not need its next window while the one before is still being read. Where the period depends on
-        # the device, this is looked at once that is known (`for_device`).
-        if evict.kv_buffer and evict.kv_eviction != "none" and self.lead + evict.kv_lag > self.period:
+        # the device, this is looked at again once that is known (`for_device`).
+        longest = evict.kv_buffer or max(cache.page_size, GPU_PERIOD)
+        if evict.kv_eviction != "none" and self.lead + evict.kv_lag > longest:
             spans = f"{evict.kv_window} queries, one every {evict.kv_window_stride} tokens, span {self.lead}"
-            limit = f"with kv_lag ({evict.kv_lag}) that must be at most kv_buffer ({self.period})"
+            limit = f"with kv_lag ({evict.kv_lag}) that must be at most kv_buffer ({longest})"
             raise InputError("kv_window", f"{spans}; {limit}")
-        if evict.kv_buffer and evict.kv_lag >= self.period:
-            raise InputError("kv_lag", f"got {evict.kv_lag}, must be smaller than kv_buffer ({self.period})")
+        if evict.kv_lag >= longest:
+            raise InputError("kv_lag", f"got {evict.kv_lag}, must be smaller than kv_buffer ({longest})")
 
     def skipped_layers(self, num_layers: int) -> list[int]:
         """Layers that `kv_format_skip_layers` names, ascending. Raises InputError for others than the model has."""

@@ -8,7 +8,7 @@ import torch
 
 from pagefold.backends.base import Backend, KVView
 from pagefold.backends.registry import make_backend
-from pagefold.core.config import EngineConfig
+from pagefold.core.config import GPU_PERIOD, EngineConfig
 from pagefold.core.types import InputError
 from pagefold.engine.engine import Engine
 from pagefold.engine.memory import describe, measure
@@ -151,11 +151,6 @@ def build_engine(config: EngineConfig, loaded: Loaded | None = None) -> Engine:
     return Engine(
         config, runner, manager, policies, loaded.tokenizer, spec.vocab_size, max_model_len, loaded.eos_token_ids
     )
-
-
-# Tokens between compactions on a GPU, unless asked otherwise. Each moves a whole budget of rows: at every page that
-# would be a fifth of a step, and so many tokens more are a tenth of a budget of 1024.
-GPU_PERIOD = 128
 
 
 def for_device(config: EngineConfig, device: torch.device) -> EngineConfig:

@@ -99,6 +99,8 @@ def test_an_unknown_option_lists_the_known_ones():
         ({"kv_prefill_buffer": 33}, "kv_prefill_buffer", ["33", "multiple of page_size (32)"]),
         ({"page_size": 64, "kv_buffer": 32}, "kv_buffer", ["32", "multiple of page_size (64)"]),
         ({"kv_lag": 32, "kv_buffer": 32}, "kv_lag", ["32", "smaller than kv_buffer (32)"]),
+        ({"kv_lag": 128}, "kv_lag", ["128", "smaller than kv_buffer (128)"]),
+        ({"kv_eviction": "snapkv", "kv_window": 129}, "kv_window", ["129 queries", "at most kv_buffer (128)"]),
         (
             {"kv_eviction": "snapkv", "kv_buffer": 32, "kv_window": 9, "kv_window_stride": 4},
             "kv_window",
