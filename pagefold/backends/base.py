@@ -154,7 +154,10 @@ class Backend(Protocol):
 
     name: str
     few_tokens: int  # batches of so many tokens are better served by `product` than by a library's products; 0: none
-    max_queries: int | None  # of a KV head in a window, whose query heads count as a power of two; None: any number
+
+    def max_window(self, per_head: int) -> int | None:
+        """The most queries of a window that `window_scores` takes, with per_head query heads per KV head; None: any."""
+        ...
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         """Build what attention of up to max_tokens new tokens in sequences of up to max_model_len builds when it is

@@ -72,7 +72,9 @@ class TorchOps:
         pass
 
     few_tokens = 0
-    max_queries = None
+
+    def max_window(self, per_head: int) -> int | None:
+        return None
 
     def product(
         self,

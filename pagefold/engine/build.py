@@ -176,10 +176,8 @@ def build_layout(config: EngineConfig, spec: ModelSpec) -> HeadLayout:
 
 def check_window(window: int, per_head: int, backend: Backend) -> None:
     """Raises InputError for a window of more queries than the backend scores rows by."""
-    if backend.max_queries is None:
-        return
-    limit = backend.max_queries >> (per_head - 1).bit_length()
-    if window > limit:
+    limit = backend.max_window(per_head)
+    if limit is not None and window > limit:
         raise InputError("kv_window", f"got {window}, must be at most {limit} with backend {backend.name}")
 
 

@@ -41,7 +41,7 @@ from pagefold.eval.chains import (
     prompt_length,
     split_answer,
 )
-from pagefold.eval.train_options import TrainOptions
+from pagefold.eval.train_options import GROWING, TrainOptions
 
 COLUMNS = ("name", "=", "a", "op", "b", "=", "result", ";", "recall", "end")  # kinds of tokens that are learnt
 GATED = len(COLUMNS) - 1  # the end is mostly marks
@@ -50,7 +50,6 @@ GROWTH = 1.25
 GAIN, EMBEDDING = 0.7, 0.3  # initial scale of a product's output, and of the embedding
 PLAIN = 0.5  # share of the programs that look up more than the task's do
 SHORTER = 0.5  # share of the batches with fewer lines than the present number
-GROWING = 0.3  # of the peak, the least learning rate while lines are still added
 JUDGED = 20  # batches at the present length that are judged together
 QUESTIONS, QUESTION = 16, 3  # questions after a program, one for each of its lines at most, and tokens of each
 DRAWN_AHEAD = 16  # batches drawn at once, for drawing takes some launches per line

@@ -5,6 +5,8 @@ from typing import Any
 
 from pagefold.core.types import InputError
 
+GROWING = 0.3  # of the peak, the least learning rate while lines are still added
+
 
 def _option(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
@@ -21,7 +23,7 @@ class TrainOptions:
     lr: float = _option(1e-3, "peak learning rate")
     warmup: int = _option(200, "steps in which it rises to the peak")
     decay_from: float = _option(
-        0.6, "share of the minutes after which it falls, linearly to 0; not below 0.3 of it while lines are added"
+        0.6, f"share of the minutes after which it falls, linearly to 0; to {GROWING} of it while lines are added"
     )
     seed: int = _option(0, "seed of the weights and the programs")
     hidden: int = _option(384, "width of the model")

@@ -211,7 +211,7 @@ def _filled_in(asked: EngineConfig, engine: Engine) -> dict[str, Any]:
         "backend": engine.runner.backend.name,
         "max_model_len": engine.max_model_len,
         "kv_format": kv.tiers[HOT].format.name,
-        "kv_buffer": config.period if evicts else asked.eviction.kv_buffer,
+        "kv_buffer": config.period if evicts else asked.eviction.kv_buffer,  # nobody would look at it
         "num_pages": geometry.num_pages[HOT] - 1,
         "kv_cache_memory_bytes": sum(n * b for n, b in zip(geometry.num_pages, geometry.bytes_per_page, strict=True)),
         "kv_window_slots": geometry.window_slots if evicts else config.scheduler.kv_window_slots,

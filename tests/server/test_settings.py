@@ -11,6 +11,8 @@ from pagefold.cli import main
 from pagefold.core.config import EngineConfig
 from pagefold.core.types import InputError
 from pagefold.server.settings import ServerSettings, parse_options
+from pagefold.server.stats import option_table
+from tests.engine.tiny import OPTIONS, tiny_engine
 
 
 @pytest.fixture
@@ -106,3 +108,10 @@ def test_a_setting_given_in_python_is_checked_too():
         ServerSettings(log_level="loud")
     with pytest.raises(InputError, match="nothing_like_it"):
         parse_options({"nothing_like_it": 1})
+
+
+@pytest.mark.parametrize("scorer, shown", [("none", []), ("snapkv", [("auto", OPTIONS["page_size"])])])
+def test_the_start_up_table_tells_a_period_only_where_rows_are_evicted(scorer, shown):
+    asked = EngineConfig.from_options(**OPTIONS | {"kv_eviction": scorer})
+    rows = option_table(asked, tiny_engine(kv_eviction=scorer))
+    assert [(row["asked"], row["got"]) for row in rows if row["option"] == "kv_buffer"] == shown

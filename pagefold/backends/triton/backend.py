@@ -45,6 +45,9 @@ from pagefold.backends.triton.window_scores import (
 )
 from pagefold.store.shim import HAS_TRITON, tl, triton
 
+# Of a KV head in window attention, those that pad included. 512 gave wrong scores on an H200, though not interpreted.
+MAX_QUERIES = 256
+
 
 class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
     """
@@ -54,7 +57,6 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
     """
 
     name = "triton"
-    max_queries = 256  # 512 were seen to give wrong scores on an H200, though not interpreted
 
     def __init__(self, decode: DecodeShape | None = None, prefill: Shape | None = None):
         if not HAS_TRITON:
@@ -77,6 +79,9 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
             plan = plans[id(kv)] = plan_batch(kv, fwd, [chunk.index for chunk in long])
             plan.long = long
         return plan
+
+    def max_window(self, per_head: int) -> int | None:
+        return MAX_QUERIES // next_power_of_2(per_head)
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         for part in kv.parts:

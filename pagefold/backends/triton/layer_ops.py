@@ -13,7 +13,10 @@ from pagefold.store.shim import jit, tl, triton
 
 @jit
 def norm_rows(x, delta, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    """Grid (T): out = RMS norm of x [T, n], or, with ADD, of x += delta, which is rounded and stored first."""
+    """Grid (T): out = RMS norm of x [T, n], or, with ADD, of x += delta, which is rounded and stored first.
+
+    AHEAD   started before the kernel in front has ended
+    """
     i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.arange(0, BLOCK)
     ok = o_n < n
@@ -31,7 +34,10 @@ def norm_rows(x, delta, weight, out, n, eps, ADD: tl.constexpr, BLOCK: tl.conste
 
 @jit
 def gate_rows(gate_up, out, n, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
-    """Grid (T, n / BLOCK): out[T, n] = silu(gate) * up of gate_up[T, 2 n], gate first."""
+    """Grid (T, n / BLOCK): out[T, n] = silu(gate) * up of gate_up[T, 2 n], gate first.
+
+    AHEAD   started before the kernel in front has ended
+    """
     i_t = tl.program_id(0).to(tl.int64)
     o_n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = o_n < n
@@ -236,7 +242,7 @@ class TritonOps:
 
 
 def _normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    out, block = torch.empty_like(x), next_power_of_2(x.shape[-1])
+    out, block, ahead = torch.empty_like(x), next_power_of_2(x.shape[-1]), starts_ahead(x.device)
     norm_rows[(len(x),)](
         x,
         x if delta is None else delta,
@@ -246,8 +252,8 @@ def _normed(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tens
         eps,
         ADD=delta is not None,
         BLOCK=block,
-        AHEAD=starts_ahead(x.device),
+        AHEAD=ahead,
         num_warps=max(1, min(16, block // 512)),  # 16 numbers a lane
-        launch_pdl=starts_ahead(x.device),
+        launch_pdl=ahead,
     )
     return out
