@@ -1,6 +1,6 @@
 """The contract between the model, the compressor and whoever touches page bytes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ class KVView:
         apart         the view of layers whose rows have another format: the same tables, stores and columns of their
                       own; None if there are none. `members` and the stores of this view are without them
         layers_apart  these layers
+        foresight     what a backend turns the window's queries by to foresee those to come, by horizon, once it did
 
     Addressing, the one rule that every backend shares:
 
@@ -49,6 +50,7 @@ class KVView:
     window_stride: int = 1
     apart: "KVView | None" = None
     layers_apart: frozenset[int] = frozenset()
+    foresight: dict[int, Tensor] = field(default_factory=dict)
 
     def of(self, layer: int) -> "KVView":
         """Where the rows of a layer are: what a backend is to be given with it."""
@@ -130,6 +132,8 @@ class JobBatch:
     dst_tier      int         tier of the destination
     max_src       int         largest of num_src, on the host
     max_rows      int         largest of num_rows, on the host
+    compared      `crowding` will be asked for: what it needs may be found on the way to what is asked before
+    inverse       what a backend found so, of some columns of a view: the view, the columns, and a tensor
     """
 
     slots: Tensor
@@ -143,6 +147,8 @@ class JobBatch:
     dst_tier: int
     max_src: int
     max_rows: int
+    compared: bool = False
+    inverse: tuple[KVView, slice, Tensor] | None = None
 
 
 class Backend(Protocol):
@@ -178,6 +184,11 @@ class Backend(Protocol):
         """Attention of the window's queries: softmax per query head over the group's rows (causal inside the window,
         an open last page included), then the max (`across="max"`) or mean over the query heads of the KV head, then
         the mean over the window. Returns float32[J, C, N] for the source rows; 0 where a job has fewer than N."""
+        ...
+
+    def expected_logits(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, horizon: int) -> Tensor:
+        """What `RowSource.expected_logits` says of the source rows, float32[J, C, R, N], with `scale` as the softmax
+        scale of attention. Any number where a job has fewer than N rows."""
         ...
 
     def read_rows(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:

@@ -15,6 +15,7 @@ from pagefold.backends import cpu_append, cpu_decode, cpu_layers
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.torch_ops import TorchOps, turned_heads
 from pagefold.evict.crowding import crowding_of_rows
+from pagefold.evict.expectation import expected_logits, turned, turns
 from pagefold.evict.select import select_ragged
 from pagefold.store.format import RowCodec
 from pagefold.store.lowbit import hadamard
@@ -297,6 +298,13 @@ class CpuBackend(TorchOps):
         logits.masked_fill_(hidden[:, None, :, None], -torch.inf)
         weights = torch.softmax(logits, -1).masked_fill_(hidden[:, None, :, None], 0)
         return (weights.amax(3) if across == "max" else weights.mean(3)).mean(2)
+
+    def expected_logits(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, horizon: int) -> Tensor:
+        per_head = kv.window.shape[3] // kv.group_of.shape[1]
+        layers, heads = kv.members[jobs.groups][:, columns].long().unbind(-1)  # [J, C]
+        queries = kv.window.unflatten(3, (-1, per_head))[layers, jobs.window_slots[:, None], :, heads].to(kv.row_dtype)
+        factors = turns(kv.inv_freq, kv.window.shape[2], kv.window_stride, horizon)
+        return expected_logits(turned(queries, factors), self.read_rows(kv, jobs, columns, "k"), scale)
 
     def read_rows(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
         pages, cold = _source_pages(kv, jobs)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
 from pagefold.backends.torch_ops import TorchOps, turned_heads
+from pagefold.evict.expectation import expected_logits, turned, turns
 from pagefold.evict.select import select_ragged
 from pagefold.store.pagestore import PageStore
 
@@ -123,6 +124,19 @@ class Reference(TorchOps):
                 total += weights.amax(0) if across == "max" else weights.mean(0)
             scores[j, c, : len(rows)] = (total / num_window)[rows.start : rows.stop]
         return scores
+
+    def expected_logits(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, horizon: int) -> Tensor:
+        num_columns = len(range(kv.members.shape[1])[columns])
+        num_window, num_heads = kv.window.shape[2:4]
+        per_head = num_heads // kv.group_of.shape[1]
+        logits = torch.zeros(len(jobs.slots), num_columns, per_head, jobs.max_src, dtype=kv.row_dtype)
+        factors = turns(kv.inv_freq, num_window, kv.window_stride, horizon)
+        for j, c, slot, group, column, layer, head in heads_of(kv, jobs, columns):
+            rows = source_rows(kv, jobs, j)
+            keys = read(kv, slot, group, column, rows, "k", torch.float64)
+            queries = kv.window[layer, int(jobs.window_slots[j])].double().unflatten(1, (-1, per_head))[:, head]
+            logits[j, c, :, : len(rows)] = expected_logits(turned(queries, factors), keys, scale)
+        return logits
 
     def read_rows(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
         num_columns = len(range(kv.members.shape[1])[columns])

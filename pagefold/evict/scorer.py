@@ -24,6 +24,14 @@ class RowSource(Protocol):
         of the KV head, mean over the window, 0 for queries of older tokens. Needs `needs_window`."""
         ...
 
+    def expected_logits(self, horizon: int) -> Tensor:
+        """log E[exp(logit)] of each row for queries of the next `horizon` positions, float32[J, C, R, N], R query heads
+        per KV head: these queries are taken as normal, with the mean and the covariance that the window's queries have
+        before RoPE, and turned by RoPE as it turns on average at those positions. So it is the mean of the logits of
+        the window's queries, turned so, plus half their variance (Expected Attention, arXiv 2510.00636). Any number on
+        padding. Needs `needs_window`."""
+        ...
+
     def queries(self) -> Tensor:
         """The window's queries, oldest first, post-RoPE: float32[J, C, w, R, D], R query heads per KV head."""
         ...
@@ -109,6 +117,7 @@ class Scorer(Protocol):
 
     needs_window   queries of recent tokens must have been stored (`rows.attention`, `rows.queries`)
     state          per-row planes the scorer keeps in the pages
+    compares_rows  True if it asks for `rows.crowding` after anything else of the rows' keys, which then may cost less
     reads_rows     False if it never asks for `rows.keys` or `rows.values`, so that more heads fit into memory at once;
                    a scorer that does not say may ask
     never_waits    True if it never needs a number of the device on the host, so that what it launches can be captured

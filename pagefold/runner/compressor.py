@@ -19,7 +19,7 @@ from pagefold.runner.fold_graphs import FoldGraphs
 COLUMNS = 7  # integers of a job in a table, besides its destination pages
 ROUNDED = 128  # captured batches have room for a multiple of so many rows
 HEADS = 2304  # heads of all jobs of a captured batch, about: 8 jobs of 36 layers of 8
-WORDS_PER_ROW = 10  # float32 that scoring and selecting hold for a row at most, besides its key or value
+WORDS_PER_ROW = 10  # float32 that scoring and selecting hold for a row at most, besides one for each query head
 
 
 class _Rows:
@@ -32,6 +32,9 @@ class _Rows:
 
     def attention(self, across: str = "max") -> Tensor:
         return self._backend.window_scores(*self._args, self._scale, across)
+
+    def expected_logits(self, horizon: int) -> Tensor:
+        return self._backend.expected_logits(*self._args, self._scale, horizon)
 
     def queries(self) -> Tensor:
         kv, jobs, columns = self._args
@@ -90,7 +93,7 @@ class _Batch(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return self.num_jobs, self.num_dst, self.dst_tier, self.max_src, self.max_rows
 
-    def on_device(self, table: Tensor) -> JobBatch:
+    def on_device(self, table: Tensor, compared: bool) -> JobBatch:
         """Views of a table on the device."""
         lines = table[: -self.num_dst * _even(self.num_jobs)].view(COLUMNS, -1)[:, : self.num_jobs]
         dst = table[lines.stride(0) * COLUMNS :].view(-1, self.num_dst)[: self.num_jobs]
@@ -107,6 +110,7 @@ class _Batch(NamedTuple):
             dst_tier=self.dst_tier,
             max_src=self.max_src,
             max_rows=self.max_rows,
+            compared=compared,
         )
 
 
@@ -118,7 +122,7 @@ class Compressor:
     """Executes compactions and coolings, a few launches per batch of jobs.
 
     scale       softmax scale of the model's attention
-    tile_bytes  how much memory one pass over the columns may take; by default 64 MB, and 128 on a device, where eight
+    tile_bytes  how much memory one pass over the columns may take; by default 64 MB, and 192 on a device, where eight
                 requests are one pass
     pad         jobs of unequal lengths share a batch; by default on a device, where a launch costs more than rows do
     overlap     jobs run beside the steps that follow, on a stream of their own; see `before_edits`
@@ -139,7 +143,7 @@ class Compressor:
         self.kv = kv
         self.scale = scale
         self._device = kv.page_table.device
-        self.tile_bytes = tile_bytes or (128 << 20 if self._device.type == "cuda" else 64 << 20)
+        self.tile_bytes = tile_bytes or (192 << 20 if self._device.type == "cuda" else 64 << 20)
         self._pad = self._device.type == "cuda" if pad is None else pad
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
         self._graphs = FoldGraphs(self._device) if graphs and self._device.type == "cuda" else None
@@ -231,7 +235,7 @@ class Compressor:
 
     def _run_table(self, batch: _Batch, table: Tensor, policy: ScorePolicy, all_kept: bool) -> None:
         def launch(table: Tensor) -> None:
-            jobs = batch.on_device(table)
+            jobs = batch.on_device(table, not all_kept and getattr(self._scorer(policy), "compares_rows", False))
             for kv in self.kv.parts:
                 self._run_batch(kv, jobs, policy, all_kept)
 
@@ -268,7 +272,8 @@ class Compressor:
         """Score, select and move the rows of one part of the view."""
         num_jobs, columns, num_src = len(jobs.slots), kv.members.shape[1], jobs.max_src
         heads = kv.group_of.shape[1]
-        per_row = 4 * (kv.tiers[0].head_dim if self._decodes(policy, all_kept) else WORDS_PER_ROW)
+        words = WORDS_PER_ROW + kv.window.shape[3] // heads
+        per_row = 4 * (kv.tiers[0].head_dim if self._decodes(policy, all_kept) else words)
         per_tile = max(1, self.tile_bytes // (num_jobs * num_src * per_row))
         # whole layers at a time where the layout has them side by side, so that a scorer may look across a layer
         tile = max(heads, per_tile // heads * heads) if columns % heads == 0 else min(per_tile, columns)

@@ -93,7 +93,7 @@ def make_view(case: Case) -> KVView:
         column_of,
         members,
         window,
-        torch.ones(case.head_dim // 2),
+        10000.0 ** -(torch.arange(0, case.head_dim, 2) / case.head_dim),
         page_size,
         case.stride,
     )
@@ -196,6 +196,12 @@ def new_tokens(view: KVView, case: Case, fwd: ForwardInputs, seed: int = 1) -> T
 def new_queries(view: KVView, case: Case, fwd: ForwardInputs, seed: int = 1) -> Tensor:
     """Random q [T, Hq, D] of a batch."""
     return new_tokens(view, case, fwd, seed)[:, : view.group_of.shape[1] * case.per_head].contiguous()
+
+
+def of_sources(x: Tensor, jobs: JobBatch) -> Tensor:
+    """x [J, ..., N], 0 past the last source row of each job."""
+    valid = torch.arange(jobs.max_src, device=x.device) < jobs.num_src[:, None]
+    return x.where(valid.view(len(x), *[1] * (x.ndim - 2), -1), 0)
 
 
 def make_turn(case: Case, max_positions: int, norm: bool) -> HeadTurn:

@@ -18,6 +18,7 @@ from tests.backend.cases import (
     make_view,
     new_queries,
     new_tokens,
+    of_sources,
 )
 
 STATE = {"score": Plane(torch.float32, 1), "pair": Plane(torch.float16, 2)}
@@ -124,6 +125,8 @@ def test_what_scorers_read(backend, layout, hot, cold, first_page):
         for across in ("max", "mean"):
             scores = ours.window_scores(view, jobs, columns, 0.3, across)
             close(scores, theirs.window_scores(view, jobs, columns, 0.3, across), torch.float32)
+        logits = theirs.expected_logits(view, jobs, columns, 0.3, 40)
+        close(of_sources(ours.expected_logits(view, jobs, columns, 0.3, 40), jobs), logits, torch.float32)
         for role in ("k", "v"):
             rows = ours.read_rows(view, jobs, columns, role)
             close(rows, theirs.read_rows(view, jobs, columns, role), torch.float32)

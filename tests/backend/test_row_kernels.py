@@ -11,7 +11,7 @@ import torch
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.evict import row_kernels
-from pagefold.evict.scorers._common import max_pool_rows, softmax_rows, times_mean
+from pagefold.evict.scorers._common import max_pool_rows, shares_of_heads, softmax_rows, times_mean
 from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 
@@ -44,6 +44,15 @@ def test_they_are_what_torch_gives(shape):
 
 
 @interpreted
+@pytest.mark.parametrize("shape", [(3, 2, 1, 5), (2, 3, 3, 40), (2, 2, 2, row_kernels.TILE + 70)])
+def test_the_mean_of_the_query_heads_softmaxes(shape):
+    x, valid = rows_of(*shape)
+    ours = row_kernels.mean_shares(5 * x, valid[:, :, 0])
+    torch.testing.assert_close(ours, shares_of_heads(5 * x, valid[:, :, 0]))
+    torch.testing.assert_close(ours.sum(-1), torch.ones(shape[:2]))
+
+
+@interpreted
 def test_what_a_job_is_padded_to_changes_no_bit():
     x, valid = rows_of(1, 3, 100)
     wide, more = (
@@ -54,6 +63,9 @@ def test_what_a_job_is_padded_to_changes_no_bit():
     for softmax in (True, False):
         alone = row_kernels.shares(x, valid, softmax=softmax)[0]
         assert torch.equal(row_kernels.shares(wide, more, softmax=softmax)[1, :, :100], alone)
+    alone = row_kernels.mean_shares(x[:, :1, None].expand(-1, -1, 2, -1), valid)[0]
+    among = row_kernels.mean_shares(wide[:, :1, None].expand(-1, -1, 2, -1), more)[1, :, :100]
+    assert torch.equal(among, alone)
 
 
 @interpreted

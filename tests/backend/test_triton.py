@@ -19,6 +19,7 @@ from pagefold.backends.base import KVView
 from pagefold.backends.reference import Reference
 from pagefold.backends.torch_ops import TorchOps, split_heads
 from pagefold.backends.triton import backend as module
+from pagefold.backends.triton import compaction, expectation, window
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.backends.triton.deal import CLASSES, ROUNDS, deal, is_dealt
 from pagefold.backends.triton.layer_ops import append_tile
@@ -46,6 +47,7 @@ from tests.backend.cases import (
     make_view,
     new_queries,
     new_tokens,
+    of_sources,
 )
 from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
@@ -415,6 +417,8 @@ def test_what_scorers_read(hot, cold, first_page):
     for columns, across in ((slice(None), "max"), (slice(1, 2), "mean")):
         scores = ours.window_scores(view, jobs, columns, 0.3, across)
         close(scores, theirs.window_scores(view, jobs, columns, 0.3, across))
+        logits = theirs.expected_logits(view, jobs, columns, 0.3, 40)
+        close(of_sources(ours.expected_logits(view, jobs, columns, 0.3, 40), jobs), logits)
         for role in ("k", "v"):
             rows = ours.read_rows(view, jobs, columns, role)
             close(rows, theirs.read_rows(view, jobs, columns, role))
@@ -426,20 +430,57 @@ def test_what_scorers_read(hot, cold, first_page):
 
 
 @interpreted
+@pytest.mark.parametrize("hot, taken", [("fp32", True), ("bf16", True), ("int4", True), ("fp8", False)])
+def test_lengths_taken_on_the_way_serve_the_comparison_of_rows(monkeypatch, hot, taken):
+    """Of these columns, and no others; by kernels that multiply keys anyway, unless rows have 8 bits."""
+    case = Case("mixed", hot, None, (17, 45), head_dim=32, num_window=5)
+    view, ours = make_view(case), TritonBackend()
+    columns, other = slice(1, 2), slice(0, 1)
+    for asked in (
+        lambda jobs: ours.window_scores(view, jobs, columns, 0.3),
+        lambda jobs: ours.expected_logits(view, jobs, columns, 0.3, 40),
+    ):
+        jobs = dataclasses.replace(make_jobs(view, case, dst_tier=0), compared=True)
+        asked(jobs)
+        launched = []
+        with monkeypatch.context() as patch:
+            patch.setattr(compaction, "row_lengths", Counted(compaction.row_lengths, launched))
+            for some in (columns, other):
+                close(ours.crowding(view, jobs, some, 0.3, 16), Reference().crowding(view, jobs, some, 0.3, 16))
+        assert len(launched) == (1 if taken else 2)
+
+
+class Counted:
+    """A kernel that lists its launches."""
+
+    def __init__(self, kernel, launches: list):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        self.launches.append(grid)
+        return self.kernel[grid]
+
+
+@interpreted
 @pytest.mark.parametrize("hot, cold", [("fp8", None), ("bf16", "int4")])
 def test_scores_of_many_splits_ignore_longer_neighbours(monkeypatch, hot, cold):
-    monkeypatch.setattr(module, "SPLIT_ROWS", 16)
-    monkeypatch.setattr(module, "SHARE", 104)
+    monkeypatch.setattr(window, "SPLIT_ROWS", 16)
+    monkeypatch.setattr(window, "SHARE", 104)
+    monkeypatch.setattr(expectation, "SHARE", 104)
     case = Case("mixed", hot, cold, (60, 280), head_dim=32, num_window=5)
     view = make_view(case)
     jobs, column = make_jobs(view, case, dst_tier=0), slice(1, 2)
     scores = TritonBackend().window_scores(view, jobs, column, 0.3)
+    logits = TritonBackend().expected_logits(view, jobs, column, 0.3, 40)
+    close(of_sources(logits, jobs), Reference().expected_logits(view, jobs, column, 0.3, 40))
     close(scores, Reference().window_scores(view, jobs, column, 0.3))
     for j, (num_src, num_rows) in enumerate(zip(jobs.num_src.tolist(), jobs.num_rows.tolist())):
         own = {name: value[j : j + 1] for name, value in vars(jobs).items() if isinstance(value, torch.Tensor)}
         alone = dataclasses.replace(jobs, **own, max_src=num_src, max_rows=num_rows)
         same = TritonBackend().window_scores(view, alone, column, 0.3)
         assert torch.equal(same[0], scores[j, :, :num_src])
+        same = TritonBackend().expected_logits(view, alone, column, 0.3, 40)
+        assert torch.equal(same[0], logits[j, ..., :num_src])
 
 
 @interpreted

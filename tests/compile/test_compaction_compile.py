@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton", reason="needs the package triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
 
-from pagefold.backends.triton import backend, compaction, rows
+from pagefold.backends.triton import compaction, rows, window
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.evict import row_kernels
 from pagefold.store.format import Plane
@@ -28,14 +28,15 @@ TIERS = [
     ("int4", "k4v2"),
 ]
 KERNELS = {
-    backend: ("rotate_window", "window_sums", "window_weights"),
+    window: ("rotate_window", "turn_window", "window_sums", "window_weights", "expect_rows"),
     compaction: ("row_lengths", "compare_rows", "select_best"),
     rows: ("read_rows", "read_states", "move_rows"),
 }
 
 
-def launches_of(monkeypatch, hot: str, cold: str | None) -> list[Launch]:
-    """What a Zipage fold launches, for a bfloat16 model with 4 query heads per KV head, and a long-block crowding."""
+def launches_of(monkeypatch, hot: str, cold: str | None, compared: bool = True) -> list[Launch]:
+    """What a Zipage fold launches, by window attention and by expected attention, for a bfloat16 model with 4 query
+    heads per KV head, and a long-block crowding of other columns."""
     found: list[Launch] = []
     for module, names in KERNELS.items():
         for name in names:
@@ -44,12 +45,15 @@ def launches_of(monkeypatch, hot: str, cold: str | None) -> list[Launch]:
     case = Case("mixed", hot, cold, (300, 700), 64, 4, 128, num_window=16, dtype=torch.bfloat16, state=state)
     view = make_view(case)
     jobs = make_jobs(view, case, dst_tier=1 if cold else 0)
+    jobs.compared = compared
     ours, every = TritonBackend(), slice(None)
     ours.window_scores(view, jobs, every, 0.1)
     ours.read_state(view, jobs, every, "score")
     ours.read_lengths(view, jobs, every, "v")
+    ours.crowding(view, jobs, every, 0.5, 128)
+    ours.expected_logits(view, jobs, every, 0.1, 512)
     ours.crowding(view, jobs, every, 0.5, 256)
-    ours.crowding(view, jobs, every, 0.5, None)
+    ours.crowding(view, jobs, slice(1), 0.5, None)
     scores = torch.zeros(len(jobs.slots), view.members.shape[1], jobs.max_src)
     ours.select_rows(view, jobs, scores, 4, 16)
     ours.compact(view, jobs, every, make_keep(jobs, view.members.shape[1], 64), {"score": scores[..., None]})
@@ -58,13 +62,16 @@ def launches_of(monkeypatch, hot: str, cold: str | None) -> list[Launch]:
 
 @pytest.mark.parametrize("hot, cold", TIERS)
 def test_a_fold_is_few_launches(monkeypatch, hot, cold):
-    """Two passes of window attention, state, lengths of values and keys, crowding, selection, moving."""
+    """Two passes of window attention, or one of expected attention, on which lengths of keys are taken unless rows have
+    8 bits; state, lengths of values, crowding, of other columns too, selection, moving."""
     names = [launch.kernel.__name__ for launch in launches_of(monkeypatch, hot, cold)]
     tiers = 1 + bool(cold)
-    assert names.count("compare_rows") == 2
-    assert names.count("row_lengths") == (2 if cold else 3)
+    assert names.count("compare_rows") == 3
+    assert names.count("row_lengths") == (2 if cold else 4 if hot == "fp8" else 2)
+    frames = len({"int4" in tier or "k4" in tier for tier in (hot, cold) if tier})
+    assert names.count("turn_window") == frames
     assert names.count("rotate_window") == int("int4" in (hot, cold))
-    assert names.count("window_sums") == names.count("window_weights") == tiers
+    assert names.count("window_sums") == names.count("window_weights") == names.count("expect_rows") == tiers
     assert [names.count(name) for name in ("read_states", "select_best", "move_rows")] == [1, 1, 1]
 
 
@@ -80,7 +87,7 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, hot, cold, capabi
         ops, _ = instructions(compiled.asm["cubin"], tmp_path)
         assert compiled.metadata.shared <= SHARED[capability], name
         # window attention in float32 is there for exactness
-        exact = hot == "fp32" and name.startswith("window")
+        exact = hot == "fp32" and name.startswith(("window", "expect"))
         assert exact or not [op for op in ops if op.startswith(("LDL", "STL"))], f"{name} spills"
         if name.startswith("compare_rows") and hot != "fp32":
             assert any(op.startswith(("HMMA", "HGMMA")) for op in ops), f"{name} without matrix units"
@@ -91,7 +98,7 @@ def test_kernels_compile_without_spills(monkeypatch, tmp_path, hot, cold, capabi
 @pytest.mark.parametrize("format", ["bf16", "fp8", "int4"])
 def test_tiles_of_window_attention_make_no_threads_wait(monkeypatch, tmp_path, format):
     """But for the tile's arrival: sums stay in lanes; scores are added up in a warp, then put in order to be stored."""
-    for launch in launches_of(monkeypatch, format, None):
+    for launch in launches_of(monkeypatch, format, None, compared=False):
         if launch.kernel.__name__ in ("window_sums", "window_weights"):
             exchanges = 4 if launch.kernel.__name__ == "window_weights" else 0
             loop, registers = instructions(launch.compile(90).asm["cubin"], tmp_path)
@@ -105,13 +112,14 @@ def test_tiles_of_window_attention_make_no_threads_wait(monkeypatch, tmp_path, f
 def test_what_scorers_compute_along_rows_compiles(monkeypatch, tmp_path):
     """In registers, each of them a launch."""
     found: list[Launch] = []
-    for name in ("share_rows", "pool_rows"):
+    for name in ("share_rows", "mean_share_rows", "pool_rows"):
         monkeypatch.setattr(row_kernels, name, Recorder(getattr(row_kernels, name), found))
     x, valid = torch.zeros(2, 3, 1280), torch.ones(2, 1, 1280, dtype=torch.bool)
     for softmax in (True, False):
         row_kernels.shares(x, valid, softmax=softmax)
     row_kernels.pooled(x, valid, 7)
-    assert len(found) == 3
+    row_kernels.mean_shares(x[:, :, None].expand(-1, -1, 4, -1), valid)
+    assert len(found) == 4
     for launch in found:
         for capability in (80, 90):
             ops, registers = instructions(launch.compile(capability).asm["cubin"], tmp_path)

@@ -21,7 +21,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pagefold.backends.triton import backend, deal, layer_ops, pages, rows
+from pagefold.backends.triton import backend, deal, layer_ops, pages, rows, window
 from pagefold.backends.triton.backend import TritonBackend
 from pagefold.store.format import Plane, parse_format
 from tests.backend.cases import Case, make_batch, make_jobs, make_keep, make_turn, make_view, new_queries, new_tokens
@@ -35,7 +35,7 @@ POINTER = {
     torch.int16: "*i16",
     torch.uint8: "*u8",
 }
-MODULES = (backend, deal, layer_ops, pages, rows)  # where kernels are launched
+MODULES = (backend, deal, layer_ops, pages, rows, window)  # where kernels are launched
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED = {80: 166912, 90: 232448}  # bytes a program may use
 
@@ -114,6 +114,8 @@ def launches_of(monkeypatch, call: str, hot: str, cold: str | None, head_dim: in
                 ours.append(view, 1, tokens, batch, make_turn(case, 700, norm=True))
             case "window_scores":
                 ours.window_scores(view, jobs, columns, 0.1)
+            case "expected_logits":
+                ours.expected_logits(view, jobs, columns, 0.1, 512)
             case "read_rows":
                 ours.read_rows(view, jobs, columns, "v")
             case "compact":
@@ -142,7 +144,7 @@ def instructions(cubin: bytes, folder: Path) -> tuple[list[str], int]:
     return ops[slice(*loop)], int(re.search(r"REG:(\d+)", usage)[1])
 
 
-CALLS = ["decode", "decode evenly", "prefill", "append", "window_scores", "read_rows", "compact"]
+CALLS = ["decode", "decode evenly", "prefill", "append", "window_scores", "expected_logits", "read_rows", "compact"]
 TIERS = [
     ("fp32", None),
     ("bf16", None),
@@ -191,11 +193,11 @@ def test_the_decode_loop_is_as_short_where_rows_are_dealt_out(monkeypatch, tmp_p
     assert loops[0] <= 1.02 * loops[1]
 
 
-@pytest.mark.parametrize("call", ["decode", "decode evenly", "prefill", "window_scores"])
+@pytest.mark.parametrize("call", ["decode", "decode evenly", "prefill", "window_scores", "expected_logits"])
 @pytest.mark.parametrize("format", ["bf16", "int4"])
 def test_places_of_rows_are_counted_in_64_bits(monkeypatch, call, format):
     """A column of a large device holds more than 2^31 numbers."""
-    kernels = "decode_split", "prefill_tile", "window_sums", "window_weights"
+    kernels = "decode_split", "prefill_tile", "window_sums", "window_weights", "expect_rows"
     launches = launches_of(monkeypatch, call, format, None, 128)
     for launch in [launch for launch in launches if launch.kernel.__name__ in kernels]:
         code = launch.compile(90).asm["ttir"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pagefold.evict.crowding import crowding_of_rows
+from pagefold.evict.expectation import expected_logits, turned, turns
 from pagefold.evict.scorer import SCORERS, ScoreContext
 from pagefold.models.rope import inv_freq
 from pagefold.models.tiny import tiny_spec
@@ -89,6 +90,11 @@ class DenseRows:
                 weights = (queries[0, c, u] @ keys[0, c, :seen].T * SCALE).softmax(-1)
                 out[0, c, :seen] += (weights.amax(0) if across == "max" else weights.mean(0)) / window
         return out
+
+    def expected_logits(self, horizon: int) -> Tensor:
+        assert self.model.folding
+        factors = turns(INV_FREQ, self.model.folding.window, self.model.folding.stride, horizon)
+        return expected_logits(turned(self.queries(), factors), self.keys(), SCALE)
 
     def key_lengths(self) -> Tensor:
         return self.keys().norm(dim=-1)

@@ -18,7 +18,17 @@ from pagefold.backends.triton.plan import DecodeShape
 from pagefold.store.format import FORMATS, Plane, parse_format
 from pagefold.store.mapped import mapped_zeros
 from pagefold.store.pagestore import PageStore
-from tests.backend.cases import Case, bytes_of, make_batch, make_jobs, make_keep, make_view, new_queries, new_tokens
+from tests.backend.cases import (
+    Case,
+    bytes_of,
+    make_batch,
+    make_jobs,
+    make_keep,
+    make_view,
+    new_queries,
+    new_tokens,
+    of_sources,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -180,6 +190,9 @@ def test_what_scorers_read(hot, cold, across, stride):
     scores = backend.window_scores(gpu, moved(jobs), *args, across)
     truth = Reference().window_scores(view, jobs, *args, across)
     assert relative(scores, truth) < 1e-2
+    logits = of_sources(backend.expected_logits(gpu, moved(jobs), *args, 300), moved(jobs))
+    truth = Reference().expected_logits(view, jobs, *args, 300)
+    assert relative(logits, truth) < 1e-2
     for role in ("k", "v"):
         rows = backend.read_rows(gpu, moved(jobs), slice(1, 2), role)
         assert relative(rows, Reference().read_rows(view, jobs, slice(1, 2), role)) < 1e-5

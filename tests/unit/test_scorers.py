@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pagefold.core.types import InputError
 from pagefold.evict.crowding import crowding_of_rows
+from pagefold.evict.expectation import expected_logits, turned, turns
 from pagefold.evict.scorer import SCORERS, ScoreContext
 from pagefold.evict.scorers._common import softmax_rows
 from pagefold.evict.select import select_rows
@@ -17,7 +18,11 @@ from pagefold.evict.select import select_rows
 HEADS, QUERY_HEADS, DIM, WINDOW = 4, 2, 8, 4
 INV_FREQ = 10000.0 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
 SCALE = DIM**-0.5
-SPECS = SCORERS.names() + ["zipage:redundancy=full", "zipage:pool=always,block=8", "zipage:alpha=0,redundancy=none"]
+SPECS = SCORERS.names() + [
+    "zipage:redundancy=full",
+    "zipage:pool=always,block=8",
+    "zipage:alpha=0,redundancy=none",
+]
 
 
 @dataclass
@@ -70,6 +75,10 @@ class DenseRows:
             weights = logits.masked_fill(future, -torch.inf).softmax(-1)
             scores.append((weights.amax(1) if across == "max" else weights.mean(1)).mean(1))
         return self._pad(scores)
+
+    def expected_logits(self, horizon: int) -> Tensor:
+        queries = turned(self.queries(), turns(INV_FREQ, WINDOW, 1, horizon))
+        return torch.stack([expected_logits(q, k, SCALE) for q, k in zip(queries, self.keys(), strict=True)])
 
     def queries(self) -> Tensor:
         return torch.stack([case.queries for case in self.cases]).to(self.dtype)
@@ -238,6 +247,18 @@ def test_expected_attention_follows_the_mean_and_covariance_of_queries(spec, hor
     naive(spec, case, formula)
 
 
+@pytest.mark.parametrize("stride", [1, 4])
+def test_turns_are_the_mean_rotation_of_positions_to_come(stride):
+    """Before RoPE and after: what RoPE turned a query by is undone, and each position of the horizon turns it anew."""
+    horizon, last = 5, 300
+    factors = turns(INV_FREQ, WINDOW, stride, horizon)
+    query = make_case(0, 4).queries[0]  # [w, R, D]
+    for u in range(WINDOW):
+        undone = rotation(last - (WINDOW - 1 - u) * stride).T
+        ahead = np.mean([rotation(last + h) for h in range(1, horizon + 1)], axis=0)
+        np.testing.assert_allclose(turned(query, factors)[u].numpy(), query[u].numpy() @ (ahead @ undone).T, atol=1e-12)
+
+
 def test_random_scores_are_uniform_and_differ_by_every_part_of_their_key():
     case = make_case(0, 4096)
     scores = score("random", [case])[0]
@@ -267,6 +288,7 @@ def test_random_scores_are_uniform_and_differ_by_every_part_of_their_key():
         ("zipage:alpha=-1", r"alpha: got -1.0, must be a number in \[0, 1\]"),
         ("zipage:threshold=-0.1", "threshold: got -0.1, must be a number >= 0"),
         ("zipage:block=0", "block: got 0, must be an integer >= 1"),
+        ("zipage:eps=-1", "eps: got -1.0, must be a number >= 0"),
         ("expected:horizon=0", "horizon: got 0, must be an integer in \\[1, 65536\\]"),
         ("expected:eps=-1", "eps: got -1.0, must be a number >= 0"),
     ],

@@ -29,11 +29,12 @@ OPTIONS = {
     "no redundancy": {"redundancy": "none"},
     "no memory": {"block": 16, "alpha": 0.0},
     "long memory": {"redundancy": "none", "alpha": 1.0},
-    "no pooling": {"block": 16, "pool": "none"},
+    "pooled once": {"block": 16, "pool": "once"},
     "always pooled": {"block": 16, "pool": "always", "kernel": 3},
     "nothing similar": {"block": 16, "threshold": 1.5},
     "attention first": {"block": 16, "lam": 0.9, "tau": 1.0},
-    "the paper": {"block": 16, "values": False},
+    "nothing unseen": {"block": 16, "eps": 0.0},
+    "the paper": {"block": 16, "values": False, "pool": "once"},
     "attention alone": {"redundancy": "none", "values": False},
 }
 
@@ -100,7 +101,7 @@ class OracleHead:
             s = np.array([max(s[max(0, j - reach) : j + reach + 1]) for j in range(n_src)])
         if o["values"]:
             lengths = [math.sqrt(sum(x * x for x in self.values[j])) for j in range(n_src)]
-            s = np.array([s[j] * lengths[j] / (sum(lengths) / n_src) for j in range(n_src)])
+            s = np.array([(s[j] + o["eps"] / n_src) * lengths[j] / (sum(lengths) / n_src) for j in range(n_src)])
         z = s
         if o["redundancy"] == "full":
             z = o["lam"] * s - (1 - o["lam"]) * softmax(crowd(keys[:n_src], o["threshold"]) / (o["tau"] * n_src))
@@ -324,10 +325,11 @@ def test_memory_is_stored_before_pooling():
 
 def test_of_rows_looked_at_alike_those_that_add_more_are_worth_more():
     rows = random_rows(0, 32)
-    by_values = SCORERS.get("zipage")(redundancy="none", alpha=0.0, pool="none")
+    by_values = SCORERS.get("zipage")(redundancy="none", alpha=0.0, eps=3.0)
     score = by_values.score(context(rows, 32, first=True))[0]
     lengths = rows.value_lengths()[0]
-    torch.testing.assert_close(score / rows.attention()[0], lengths / lengths.mean(-1, keepdim=True))
+    worth = (rows.attention()[0] + 3 / 32) * lengths / lengths.mean(-1, keepdim=True)
+    torch.testing.assert_close(score, worth)
     rows.all_values = rows.all_values * 1000  # what counts is how rows compare
     torch.testing.assert_close(by_values.score(context(rows, 32, first=True))[0], score)
     rows.all_values = rows.all_values * 0

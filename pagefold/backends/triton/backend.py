@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from pagefold.backends.base import ForwardInputs, HeadTurn, JobBatch, KVView
+from pagefold.backends.base import ForwardInputs, HeadTurn, KVView
 from pagefold.backends.torch_ops import plain_product
 from pagefold.backends.triton.ahead import starts_ahead
 from pagefold.backends.triton.attend_decode import decode_split, merge_splits
@@ -33,23 +33,12 @@ from pagefold.backends.triton.plan import (
     reading,
     tile_tokens,
 )
-from pagefold.backends.triton.rows import TritonRows, rotate_rows
-from pagefold.backends.triton.window_scores import (
-    SHARE,
-    SPLIT_ROWS,
-    SUMS,
-    WEIGHTS,
-    rotate_window,
-    window_sums,
-    window_weights,
-)
-from pagefold.store.shim import HAS_TRITON, tl, triton
-
-# Of a KV head in window attention, those that pad included. 512 gave wrong scores on an H200, though not interpreted.
-MAX_QUERIES = 256
+from pagefold.backends.triton.rows import TritonRows, rotate_rows, rotates
+from pagefold.backends.triton.window import TritonWindow
+from pagefold.store.shim import HAS_TRITON, triton
 
 
-class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
+class TritonBackend(TritonOps, TritonRows, TritonPages, TritonWindow, TritonCompaction):
     """
     decode    shape of the decode kernel; by default, what suits the format
     prefill   shape of the paged prefill kernel, which then attends to every chunk; by default it is what suits the
@@ -80,9 +69,6 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
             plan.long = long
         return plan
 
-    def max_window(self, per_head: int) -> int | None:
-        return MAX_QUERIES // next_power_of_2(per_head)
-
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:
         for part in kv.parts:
             warm_up(part, max_tokens, max_model_len)
@@ -95,7 +81,7 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
         k_codec, v_codec = device_codec(hot.format.k), device_codec(hot.format.v)
         states = [name for name in hot.planes if name.startswith("state.")]
         q = torch.empty(num_tokens, num_q, head_dim, dtype=qkv.dtype, device=qkv.device)
-        rotate = _rotates(kv)
+        rotate = rotates(kv)
         rotated = torch.empty(q.shape, dtype=torch.float32, device=q.device) if rotate else q
         tokens, heads, warps = append_tile(num_tokens, num_q, num_kv, rotate or hot.format.v.rotate)
         ahead = starts_ahead(qkv.device)
@@ -300,80 +286,10 @@ class TritonBackend(TritonOps, TritonRows, TritonPages, TritonCompaction):
         if not direct:
             _merge(kv, partial, lse, part.tokens, 1, out)
 
-    def window_scores(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, across: str = "max") -> Tensor:
-        num_jobs, max_src, head_dim = len(jobs.slots), jobs.max_src, kv.window.shape[-1]
-        column_ids = range(kv.members.shape[1])[columns]
-        num_columns, num_tiers = len(column_ids), len(kv.tiers)
-        num_slots, num_window, num_heads = kv.window.shape[1:4]
-        per_head = num_heads // kv.group_of.shape[1]
-        window_pad = next_power_of_2(num_window)
-        num_queries = max(16, next_power_of_2(per_head) * window_pad)
-        splits, device = triton.cdiv(jobs.max_rows, SPLIT_ROWS), jobs.slots.device
-        sums = torch.empty(num_jobs, num_columns, num_tiers, splits, num_queries, device=device)
-        scores = torch.zeros(num_jobs, num_columns, max_src, device=device)
-        of_window = (column_ids.start, kv.members.shape[1], num_slots, num_heads)
-        rotated = kv.window
-        if _rotates(kv):
-            queries = num_window * per_head
-            dtype = torch.float32 if interpreted() else torch.float16  # what rotated rows are multiplied as
-            rotated = torch.empty(num_jobs, num_columns, queries, head_dim, dtype=dtype, device=device)
-            rotate_window[(triton.cdiv(queries, 8), num_columns, num_jobs)](
-                *(kv.window, rotated, kv.members, jobs.groups, jobs.window_slots, *of_window),
-                R=per_head,
-                W=num_window,
-                D=head_dim,
-                N=8,
-                num_warps=1,
-            )
-        base_2 = scale * math.log2(math.e)
-        constants = dict(R=per_head, W=num_window, WP=window_pad, STRIDE=kv.window_stride, Q=num_queries)
-        constants |= dict(D=head_dim, PS=kv.page_size)
-        tables = (kv.members, kv.page_table, kv.cold, jobs.slots, jobs.groups, jobs.num_rows, jobs.window_slots)
-        passes = (
-            (window_sums, splits, (sums, *tables), (base_2, SPLIT_ROWS), {"LANES": 16 * SUMS.warps}, SUMS),
-            (
-                window_weights,
-                triton.cdiv(max_src, SHARE),
-                (sums, scores, *tables, jobs.num_src, jobs.first_page),
-                (base_2, SHARE, splits, max_src),
-                {"MEAN": across == "mean"},
-                WEIGHTS,
-            ),
-        )
-        for kernel, programs, tensors, numbers, options, shape in passes:
-            for tier, store in enumerate(kv.tiers):
-                own, codec = store.format.k.rotate, reading(store.format.k, head_dim)
-                kernel[(programs, num_columns, num_jobs)](
-                    rotated if own else kv.window,
-                    store.rows("k_data"),
-                    store.rows("k_scale"),
-                    *tensors,
-                    *of_window,
-                    *numbers,
-                    store.num_pages,
-                    *kv.page_table.shape[1:],
-                    **constants,
-                    **options,
-                    N=shape.tile,
-                    TIER=tier,
-                    NUM_TIERS=num_tiers,
-                    OWN=own,
-                    **codec,
-                    PRECISION="ieee",
-                    num_warps=shape.warps,
-                    num_stages=2 if codec["MMA"] == tl.float32 else shape.stages,  # rows are as wide as two
-                )
-        return scores
-
-
-def _rotates(kv: KVView) -> bool:
-    """Whether a tier stores K in a rotated frame."""
-    return any(store.format.k.rotate for store in kv.tiers)
-
 
 def _query_frames(kv: KVView, q: Tensor, rotated: Tensor | None = None) -> list[Tensor]:
     """q [..., D] for each tier, in the frame in which it stores K; `rotated` if it is known."""
-    if rotated is None and _rotates(kv):
+    if rotated is None and rotates(kv):
         rotated = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         num_rows = q.numel() // q.shape[-1]
         rotate_rows[(triton.cdiv(num_rows, 4),)](q, rotated, num_rows, D=q.shape[-1], N=4, num_warps=1)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.base import JobBatch, KVView
-from pagefold.backends.triton.crowding import compare_rows, row_lengths
+from pagefold.backends.triton.crowding import COLUMNS, compare_rows, inverse_lengths, row_lengths
 from pagefold.backends.triton.plan import (
     device_codec,
     mma_dtype,
@@ -15,8 +15,7 @@ from pagefold.backends.triton.plan import (
 from pagefold.backends.triton.rows import by_tier, codec_of, decoding, where, width_of
 from pagefold.store.shim import jit, tl, triton
 
-TILE, LONG_TILE = 64, 128  # rows of a program that compares them with others, COLUMNS at a time
-COLUMNS = 64
+TILE, LONG_TILE = 64, 128  # rows of a program that compares them with others, `COLUMNS` at a time
 REGISTERS, LONG_REGISTERS = 128, 168  # of a lane of it, so that four or three programs share a multiprocessor
 NEAR_ROWS = 256  # of a block that `compare_rows` calls near
 LENGTHS = 64  # rows of a program that takes their lengths
@@ -114,14 +113,12 @@ class TritonCompaction:
         aligned = num_tiers == 1 and (block or COLUMNS) % COLUMNS == 0
         near = block is not None and block <= NEAR_ROWS
         rows, registers = min(TILE, max(16, next_power_of_2(block or TILE))), REGISTERS
-        if narrow and aligned and near and block % LONG_TILE == 0:
+        if narrow and aligned and near and (block or 0) % LONG_TILE == 0:
             rows, registers = LONG_TILE, LONG_REGISTERS
         length = min(block or max_src, max_src)
         shape = (len(jobs.slots), width_of(kv, columns), max_src)
         total = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
         less = torch.zeros_like(total, dtype=torch.int64)
-        stride = (triton.cdiv(max_src, COLUMNS) + 1) * COLUMNS
-        inverse = torch.zeros(*shape[:2], stride, dtype=torch.float32, device=total.device)
         constants = decoding(codec_of(hot, "k"), head_dim)
         constants |= {f"COLD_{name}": value for name, value in decoding(codec_of(cold, "k"), head_dim).items()}
         if constants["ROTATE"] and constants["COLD_ROTATE"]:
@@ -129,8 +126,7 @@ class TritonCompaction:
         mma = mma_dtype(codecs[0])
         if num_tiers == 2:  # rows of length 1
             mma = tl.float32 if tl.float32 in map(mma_dtype, codecs) else tl.float16
-        if num_tiers == 1:
-            self._lengths(kv, jobs, columns, "k", inverse, inverse=True)
+        inverse = self._inverse_lengths(kv, jobs, columns)
         grid = (triton.cdiv(max_src, length) * triton.cdiv(length, rows), *shape[1::-1])
         compare_rows[grid](
             tuple(store.rows(f"k_{part}") for store in (hot, cold) for part in ("data", "scale")),
@@ -142,7 +138,7 @@ class TritonCompaction:
             threshold,
             length,
             max_src,
-            stride,
+            inverse.shape[2],
             M=rows,
             N=COLUMNS,
             ALIGNED=aligned,
@@ -158,13 +154,22 @@ class TritonCompaction:
             num_stages=2,
             maxnreg=registers if narrow and multiplies_in_shared_memory() else None,
         )
-        return total.sub_(less * 2.0**-40)
+        return total.sub_(less, alpha=2.0**-40)
 
     def read_lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
         shape = (len(jobs.slots), width_of(kv, columns), jobs.max_src)
         out = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
         self._lengths(kv, jobs, columns, role, out, inverse=False)
         return out
+
+    def _inverse_lengths(self, kv: KVView, jobs: JobBatch, columns: slice) -> Tensor:
+        """`inverse` of `compare_rows`, if it looks at it."""
+        if jobs.inverse and jobs.inverse[0] is kv and jobs.inverse[1] == columns:
+            return jobs.inverse[2]
+        inverse = inverse_lengths(len(jobs.slots), width_of(kv, columns), jobs.max_src, jobs.slots.device)
+        if len(kv.tiers) == 1:
+            self._lengths(kv, jobs, columns, "k", inverse, inverse=True)
+        return inverse
 
     def _lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor, *, inverse: bool) -> None:
         """Into out float32[J, C, max_src or more]. Rows stay as they are stored: their lengths are the same."""

@@ -1,8 +1,19 @@
 """How much rows repeat each other: the kernels of `RowSource.crowding`, whose truth is `pagefold.evict.crowding`."""
 
+import torch
+from torch import Tensor
+
 from pagefold.backends.triton.addressing import tile_pages, tile_rows
 from pagefold.backends.triton.rows import WHERE, decoded, source_rows
-from pagefold.store.shim import jit, tl
+from pagefold.store.shim import jit, tl, triton
+
+COLUMNS = 64  # rows that others are compared with at a time
+
+
+def inverse_lengths(num_jobs: int, width: int, max_src: int, device: torch.device) -> Tensor:
+    """`inverse` of `compare_rows`, still of zeros."""
+    stride = (triton.cdiv(max_src, COLUMNS) + 1) * COLUMNS
+    return torch.zeros(num_jobs, width, stride, dtype=torch.float32, device=device)
 
 
 @jit

@@ -366,6 +366,11 @@ def decoding(codec: RowCodec, head_dim: int) -> dict:
     return {name: constants[name] for name in ("LOAD", "PIECES", "BIAS", "GAIN", "SCALED")} | {"ROTATE": codec.rotate}
 
 
+def rotates(kv: KVView) -> bool:
+    """Whether a tier stores K in a rotated frame."""
+    return any(store.format.k.rotate for store in kv.tiers)
+
+
 def width_of(kv: KVView, columns: slice) -> int:
     return len(range(kv.members.shape[1])[columns])
 

@@ -96,11 +96,10 @@ def tile_scales(k_scale, page, i_t, base, PS: tl.constexpr, N: tl.constexpr, SCA
 
 @jit
 def window_logits(
-    k_data, row, row_scale, b_q, bias, scale, D: tl.constexpr, N: tl.constexpr, Q: tl.constexpr, LOAD: tl.constexpr,
-    PIECES: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, MMA: tl.constexpr, PRECISION: tl.constexpr,
+    b_k, row_scale, b_q, bias, scale, N: tl.constexpr, Q: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """float32[N, Q], base 2 if `scale` is. No row is left out."""
-    b_k = LOAD(k_data, row, tl.full([N], True, tl.int1), D, False, MMA)
+    """float32[N, Q] of rows in pieces as stored, base 2 if `scale` is."""
     s = tl.zeros([N, Q], tl.float32)
     for p in tl.static_range(PIECES):
         s = tl.dot(b_k[p], b_q[p], s, input_precision=PRECISION)
@@ -189,7 +188,8 @@ def window_sums(
         row, row_scale = tile_rows(page, i_t, base, PS, N), next_scale
         page = tile_pages(pages, i_t + N, stop, PS, N)
         next_scale = tile_scales(k_scale, page, i_t + N, base, PS, N, SCALED)
-        s = window_logits(k_data, row, row_scale, b_q, bias, 1.0, D, N, Q, LOAD, PIECES, BIAS, SCALED, MMA, PRECISION)
+        b_k = LOAD(k_data, row, tl.full([N], True, tl.int1), D, False, MMA)
+        s = window_logits(b_k, row_scale, b_q, bias, 1.0, N, Q, PIECES, BIAS, SCALED, PRECISION)
         if i_t + N > tl.minimum(stop, n - (W - 1) * STRIDE):
             s = tl.where((i_t + o_n)[:, None] < seen[None, :], s, float("-inf"))
         s = tl.reshape(s, (N // LANES, LANES // 16, 2, 8, Q))
@@ -222,13 +222,31 @@ def log_of_sums(sums, splits, o_q, Q: tl.constexpr, NUM_TIERS: tl.constexpr, S: 
     return tl.where(total == 0.0, float("inf"), m + tl.log2(total))
 
 
-@jit(do_not_specialize=[*WINDOW, "splits", "max_src", "num_pages", "num_groups", "max_pages", "share"])
+@jit
+def inverse_length(
+    b_k, row_scale, N: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, SCALED: tl.constexpr
+):
+    """What `row_lengths` gives as INVERSE of rows, from their pieces as stored: float32[N]."""
+    squares = tl.zeros([N], tl.float32)
+    for p in tl.static_range(PIECES):
+        wide = (b_k[p].to(tl.float32) - BIAS[p]) * GAIN[p]
+        squares += tl.sum(wide * wide, 1)
+    length = tl.sqrt(squares)
+    if SCALED:  # a row shorter than 1e-6 counts as one of that length
+        factor = row_scale.to(tl.float32)
+        return factor / tl.maximum(length * factor, 1e-6)
+    else:
+        return 1.0 / tl.maximum(length, 1e-6)
+
+
+@jit(do_not_specialize=[*WINDOW, "splits", "max_src", "stride", "num_pages", "num_groups", "max_pages", "share"])
 def window_weights(
     window,
     k_data,
     k_scale,
     sums,
     scores,
+    inverse,
     members,
     page_table,
     cold,
@@ -246,6 +264,7 @@ def window_weights(
     share,
     splits,
     max_src,
+    stride,
     num_pages,
     num_groups,
     max_pages,
@@ -261,6 +280,7 @@ def window_weights(
     NUM_TIERS: tl.constexpr,
     OWN: tl.constexpr,
     MEAN: tl.constexpr,
+    INVERSE: tl.constexpr,
     LOAD: tl.constexpr,
     PIECES: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -272,7 +292,8 @@ def window_weights(
 ):
     """Grid (stretches of `share` source rows, C, J): scores float32[J, C, max_src], the rows of one tier.
 
-    sums   float32[J, C, NUM_TIERS, splits, Q] of `window_sums`
+    sums      float32[J, C, NUM_TIERS, splits, Q] of `window_sums`
+    inverse   INVERSE: float32[J, C, stride], as `row_lengths` makes it
     """
     # the last heads first: of their keys, the first pass has left some in the L2 cache
     i_c, i_j = tl.num_programs(1) - 1 - tl.program_id(1), tl.num_programs(2) - 1 - tl.program_id(2)
@@ -306,7 +327,8 @@ def window_weights(
         row, row_scale = tile_rows(page, i_t, base, PS, N), next_scale
         page = tile_pages(pages, i_t + N, stop, PS, N)
         next_scale = tile_scales(k_scale, page, i_t + N, base, PS, N, SCALED)
-        s = window_logits(k_data, row, row_scale, b_q, bias, scale, D, N, Q, LOAD, PIECES, BIAS, SCALED, MMA, PRECISION)
+        b_k = LOAD(k_data, row, tl.full([N], True, tl.int1), D, False, MMA)
+        s = window_logits(b_k, row_scale, b_q, bias, scale, N, Q, PIECES, BIAS, SCALED, PRECISION)
         w = tl.exp2(s - lse[None, :])
         if i_t + N > n - (W - 1) * STRIDE:
             w = tl.where(i_row[:, None] < seen[None, :], w, 0.0)
@@ -316,3 +338,6 @@ def window_weights(
         else:
             best = tl.max(heads, 1)
         tl.store(scores + i_head * max_src + i_row - origin, tl.sum(best, 1) * (1 / W), mask=i_row < stop)
+        if INVERSE:
+            length = inverse_length(b_k, row_scale, N, PIECES, BIAS, GAIN, SCALED)
+            tl.store(inverse + i_head * stride + i_row - origin, length, mask=i_row < stop)

@@ -18,6 +18,10 @@ def require_kernel(kernel: int) -> None:
     require(kernel >= 1 and kernel % 2 == 1, "kernel", kernel, "an odd integer >= 1")
 
 
+def require_horizon(horizon: int) -> None:
+    require(1 <= horizon <= 1 << 16, "horizon", horizon, "an integer in [1, 65536]")
+
+
 def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
     """Every row's score becomes the best among its `kernel` nearest rows, itself included. float[J, C, N]."""
     kernel = min(kernel, 2 * scores.shape[-1] - 1)  # a wider one sees no more
@@ -26,12 +30,21 @@ def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
     return F.max_pool1d(scores.masked_fill(~valid, -torch.inf), kernel, stride=1, padding=kernel // 2)
 
 
-def softmax_rows(logits: Tensor, valid: Tensor) -> Tensor:
-    """Softmax over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
+def softmax_rows(logits: Tensor, valid: Tensor, scale: float | Tensor = 1.0) -> Tensor:
+    """Softmax of scale * logits over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
+    if row_kernels.serves(logits) and isinstance(scale, float):
+        return row_kernels.shares(logits, valid, softmax=True, scale=scale)
+    logits = (scale * logits).masked_fill(~valid, -torch.inf)
     if row_kernels.serves(logits):
         return row_kernels.shares(logits, valid, softmax=True)
-    logits = logits.masked_fill(~valid, -torch.inf)
     return _shares((logits - logits.amax(-1, keepdim=True)).exp())
+
+
+def shares_of_heads(logits: Tensor, valid: Tensor) -> Tensor:
+    """Softmax over the source rows for each query head, and its mean over them: float[J, C, R, N] to float[J, C, N]."""
+    if row_kernels.serves(logits):
+        return row_kernels.mean_shares(logits, valid)
+    return softmax_rows(logits, valid[:, :, None]).mean(2)
 
 
 def times_mean(x: Tensor, valid: Tensor) -> Tensor:

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows, times_mean
+from pagefold.evict.scorers._common import (
+    max_pool_rows,
+    require,
+    require_kernel,
+    softmax_rows,
+    times_mean,
+)
 from pagefold.store.format import Plane
 
 POOLS = ("none", "once", "always")
@@ -22,15 +28,19 @@ class Zipage:
         S    window attention: softmax per query head, max over the KV head's query heads, mean over the window
         S'   max(S, alpha^(n / block) * F), F being the row's S' at the compaction before and n the tokens since; S at a
              request's first compaction
-        V    S' times the length of the row's value, as a multiple of the mean one: what it adds to the output
+        V    (S' + eps / N) times the length of the row's value, as a multiple of the mean one: what it adds to the
+             output, and may add to that of other queries. N is the number of source rows
         R    softmax over the source rows of their crowding (`RowSource.crowding`), divided by tau and the rows compared
         Z    lam * V - (1 - lam) * R, or V without redundancy; S' is max-pooled first where `pool` says so
 
-    V is not Zipage's, which has S' in its place (values=false); weights by values are from VATP (arXiv 2406.12335).
+    V is not Zipage's, which has S' in its place (values=false); weights by values are from VATP (arXiv 2406.12335), and
+    attention that a row has without being looked at from Expected Attention (arXiv 2510.00636). Nor is that nothing is
+    pooled: Zipage's pool is "once".
 
     lam, tau          weights as above
     alpha             what is left of F after `block` tokens, as many as lie between two compactions in the paper; 0
                       turns the memory off
+    eps               attention that counts for every row, as a multiple of the mean one
     pool              "none", "once" (at the first compaction of a request) or "always"
     kernel            rows a pooling step looks at, odd
     redundancy        "none", "lightning" (rows are compared inside blocks) or "full" (all pairs)
@@ -48,22 +58,28 @@ class Zipage:
     lam: float = 0.2
     tau: float = 0.4
     alpha: float = 0.8
-    pool: str = "once"
+    pool: str = "none"
     kernel: int = 5
     redundancy: str = "lightning"
     threshold: float = 0.5
-    block: int = 256
+    block: int = 128
     values: bool = True
+    eps: float = 6.0
 
     def __post_init__(self):
         require(0 <= self.lam <= 1, "lam", self.lam, "a number in [0, 1]")
         require(self.tau > 0, "tau", self.tau, "a number > 0")
         require(0 <= self.alpha <= 1, "alpha", self.alpha, "a number in [0, 1]")
+        require(self.eps >= 0, "eps", self.eps, "a number >= 0")
         require(self.pool in POOLS, "pool", self.pool, f"one of {', '.join(POOLS)}")
         require_kernel(self.kernel)
         require(self.redundancy in REDUNDANCIES, "redundancy", self.redundancy, f"one of {', '.join(REDUNDANCIES)}")
         require(self.threshold >= 0, "threshold", self.threshold, "a number >= 0")
         require(self.block >= 1, "block", self.block, "an integer >= 1")
+
+    @property
+    def compares_rows(self) -> bool:
+        return self.redundancy != "none"
 
     def score(self, ctx: ScoreContext) -> Tensor:
         scores = self._remember(ctx, ctx.rows.attention("max"))
@@ -71,10 +87,11 @@ class Zipage:
             pooled = max_pool_rows(scores, ctx.valid, self.kernel)
             scores = pooled if self.pool == "always" else torch.where(ctx.first[:, None, None], pooled, scores)
         if self.values:
-            scores = scores * times_mean(ctx.rows.value_lengths(), ctx.valid)
+            unseen = self.eps / ctx.num_src.to(scores.dtype)[:, None, None]
+            scores = (scores + unseen) * times_mean(ctx.rows.value_lengths(), ctx.valid)
         if self.redundancy == "none":
             return scores
-        return self.lam * scores - (1 - self.lam) * self._redundancy(ctx)
+        return torch.sub(self.lam * scores, self._redundancy(ctx), alpha=1 - self.lam)
 
     def _remember(self, ctx: ScoreContext, attention: Tensor) -> Tensor:
         """S -> S', which becomes the F of the rows that are kept: before pooling, and only in their new pages.
@@ -84,9 +101,8 @@ class Zipage:
         """
         if self.alpha == 0:
             return attention
-        left = self.alpha ** (ctx.num_dropped.to(attention.dtype) / self.block)
-        past = (left[:, None, None] * ctx.rows.state("global_score")[..., 0]).masked_fill(ctx.first[:, None, None], 0.0)
-        scores = torch.maximum(attention, past)
+        left = (self.alpha ** (ctx.num_dropped.to(attention.dtype) / self.block)).masked_fill(ctx.first, 0.0)
+        scores = torch.maximum(attention, left[:, None, None] * ctx.rows.state("global_score")[..., 0])
         ctx.new_state["global_score"] = scores.float()[..., None]
         return scores
 
@@ -97,4 +113,4 @@ class Zipage:
         else:
             # A block longer than all the rows is cut to them, but still divides by its nominal length.
             block, compared = self.block, self.block
-        return softmax_rows(ctx.rows.crowding(self.threshold, block) / (self.tau * compared), ctx.valid)
+        return softmax_rows(ctx.rows.crowding(self.threshold, block), ctx.valid, 1 / (self.tau * compared))
