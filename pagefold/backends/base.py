@@ -22,13 +22,13 @@ class KVView:
         column_of     int32[L, H]       its column
         members       int32[G, Hp, 2]   (layer, head) of each (group, column)
         window        float[L, window slots, w, Hq, D]   queries of tokens before a compaction (post-RoPE)
-        inv_freq      float[rotary_dim / 2]   RoPE frequencies, for scorers that un-rotate queries
+        inv_freq      float[rotary_dim / 2]   RoPE frequencies, for `expected_logits`
         page_size     rows per page
         window_stride tokens from one query of a window to the next; the last one is of the last token
         apart         the view of layers whose rows have another format: the same tables, stores and columns of their
                       own; None if there are none. `members` and the stores of this view are without them
         layers_apart  these layers
-        foresight     what a backend turns the window's queries by to foresee those to come, by horizon, once it did
+        foresight     what a backend turns the window's queries by to foresee those to come, by horizon
 
     Addressing, the one rule that every backend shares:
 
@@ -50,7 +50,7 @@ class KVView:
     window_stride: int = 1
     apart: "KVView | None" = None
     layers_apart: frozenset[int] = frozenset()
-    foresight: dict[int, Tensor] = field(default_factory=dict)
+    foresight: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def of(self, layer: int) -> "KVView":
         """Where the rows of a layer are: what a backend is to be given with it."""
@@ -148,7 +148,7 @@ class JobBatch:
     max_src: int
     max_rows: int
     compared: bool = False
-    inverse: tuple[KVView, slice, Tensor] | None = None
+    inverse: tuple[KVView, slice, Tensor] | None = field(default=None, init=False)
 
 
 class Backend(Protocol):
@@ -162,7 +162,7 @@ class Backend(Protocol):
     few_tokens: int  # batches of so many tokens are better served by `product` than by a library's products; 0: none
 
     def max_window(self, per_head: int) -> int | None:
-        """The most queries of a window that `window_scores` takes, with per_head query heads per KV head; None: any."""
+        """The most queries of a window that rows can be scored by, with per_head query heads per KV head; None: any."""
         ...
 
     def warm_up(self, kv: KVView, max_tokens: int, max_model_len: int) -> None:

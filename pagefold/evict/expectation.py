@@ -14,8 +14,9 @@ def turns(inv_freq: Tensor, window: int, stride: int, horizon: int) -> Tensor:
     """
     angle = inv_freq.double()
     age = torch.arange(window - 1, -1, -1, device=angle.device, dtype=angle.dtype)[:, None] * stride
-    length = (horizon * angle / 2).sin() / (horizon * (angle / 2).sin())
-    return torch.polar(length.abs(), angle * (age + (horizon + 1) / 2) + torch.pi * (length < 0))
+    length = (horizon * angle / 2).sin() / (horizon * (angle / 2).sin()).where(angle > 0, 1.0)
+    phase = angle * (age + (horizon + 1) / 2)
+    return torch.polar(torch.ones_like(phase), phase) * length.where(angle > 0, 1.0)
 
 
 def turned(queries: Tensor, factors: Tensor) -> Tensor:

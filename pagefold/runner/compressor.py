@@ -122,7 +122,7 @@ class Compressor:
     """Executes compactions and coolings, a few launches per batch of jobs.
 
     scale       softmax scale of the model's attention
-    tile_bytes  how much memory one pass over the columns may take; by default 64 MB, and 192 on a device, where eight
+    tile_bytes  how much memory one pass over the columns may take; by default 64 MB, and 224 on a device, where eight
                 requests are one pass
     pad         jobs of unequal lengths share a batch; by default on a device, where a launch costs more than rows do
     overlap     jobs run beside the steps that follow, on a stream of their own; see `before_edits`
@@ -143,7 +143,7 @@ class Compressor:
         self.kv = kv
         self.scale = scale
         self._device = kv.page_table.device
-        self.tile_bytes = tile_bytes or (192 << 20 if self._device.type == "cuda" else 64 << 20)
+        self.tile_bytes = tile_bytes or (224 << 20 if self._device.type == "cuda" else 64 << 20)
         self._pad = self._device.type == "cuda" if pad is None else pad
         self._stream = torch.cuda.Stream(self._device) if overlap and self._device.type == "cuda" else None
         self._graphs = FoldGraphs(self._device) if graphs and self._device.type == "cuda" else None
@@ -272,9 +272,10 @@ class Compressor:
         """Score, select and move the rows of one part of the view."""
         num_jobs, columns, num_src = len(jobs.slots), kv.members.shape[1], jobs.max_src
         heads = kv.group_of.shape[1]
-        words = WORDS_PER_ROW + kv.window.shape[3] // heads
-        per_row = 4 * (kv.tiers[0].head_dim if self._decodes(policy, all_kept) else words)
-        per_tile = max(1, self.tile_bytes // (num_jobs * num_src * per_row))
+        per_head, head_dim = kv.window.shape[3] // heads, kv.tiers[0].head_dim
+        per_row = 4 * (head_dim if self._decodes(policy, all_kept) else WORDS_PER_ROW + per_head)
+        turned = 2 * kv.window.shape[2] * per_head * head_dim  # the window's queries, made ready for keys as stored
+        per_tile = max(1, self.tile_bytes // (num_jobs * (num_src * per_row + turned)))
         # whole layers at a time where the layout has them side by side, so that a scorer may look across a layer
         tile = max(heads, per_tile // heads * heads) if columns % heads == 0 else min(per_tile, columns)
         for start in range(0, columns, tile):

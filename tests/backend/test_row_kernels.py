@@ -35,6 +35,9 @@ def rows_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_they_are_what_torch_gives(shape):
     x, valid = rows_of(*shape)
     torch.testing.assert_close(row_kernels.shares(5 * x, valid, softmax=True), softmax_rows(5 * x, valid))
+    sharper = row_kernels.shares(x, valid, softmax=True, scale=5.0)
+    torch.testing.assert_close(sharper, softmax_rows(x, valid, 5.0))
+    torch.testing.assert_close(softmax_rows(x, valid, 5.0), softmax_rows(5 * x, valid))
     torch.testing.assert_close(row_kernels.shares(x, valid, softmax=False), times_mean(x, valid))
     for kernel in (1, 7, 2 * shape[-1] - 1) if shape[-1] < 100 else (7,):
         ours = row_kernels.pooled(-x, valid, kernel).masked_fill(~valid, 0)

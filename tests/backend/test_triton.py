@@ -432,33 +432,18 @@ def test_what_scorers_read(hot, cold, first_page):
 @interpreted
 @pytest.mark.parametrize("hot, taken", [("fp32", True), ("bf16", True), ("int4", True), ("fp8", False)])
 def test_lengths_taken_on_the_way_serve_the_comparison_of_rows(monkeypatch, hot, taken):
-    """Of these columns, and no others; by kernels that multiply keys anyway, unless rows have 8 bits."""
-    case = Case("mixed", hot, None, (17, 45), head_dim=32, num_window=5)
+    """Of these columns of this view alone; by the kernel that multiplies keys anyway, unless rows have 8 bits."""
+    case = Case("mixed", hot, None, (17, 45, 30), head_dim=32, num_window=5)
     view, ours = make_view(case), TritonBackend()
     columns, other = slice(1, 2), slice(0, 1)
-    for asked in (
-        lambda jobs: ours.window_scores(view, jobs, columns, 0.3),
-        lambda jobs: ours.expected_logits(view, jobs, columns, 0.3, 40),
-    ):
-        jobs = dataclasses.replace(make_jobs(view, case, dst_tier=0), compared=True)
-        asked(jobs)
-        launched = []
-        with monkeypatch.context() as patch:
-            patch.setattr(compaction, "row_lengths", Counted(compaction.row_lengths, launched))
-            for some in (columns, other):
-                close(ours.crowding(view, jobs, some, 0.3, 16), Reference().crowding(view, jobs, some, 0.3, 16))
-        assert len(launched) == (1 if taken else 2)
-
-
-class Counted:
-    """A kernel that lists its launches."""
-
-    def __init__(self, kernel, launches: list):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        self.launches.append(grid)
-        return self.kernel[grid]
+    jobs = dataclasses.replace(make_jobs(view, case, dst_tier=0, first_page=1), compared=True)
+    ours.window_scores(view, jobs, columns, 0.3)
+    launched, kernel = [], compaction.row_lengths
+    counted = type("Counted", (), {"__getitem__": lambda _, grid: launched.append(grid) or kernel[grid]})()
+    monkeypatch.setattr(compaction, "row_lengths", counted)
+    for some, kv in ((columns, view), (other, view), (columns, copy_of(view))):
+        close(ours.crowding(kv, jobs, some, 0.3, 16), Reference().crowding(kv, jobs, some, 0.3, 16))
+    assert len(launched) == (2 if taken else 3)
 
 
 @interpreted

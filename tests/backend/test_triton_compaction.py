@@ -152,6 +152,7 @@ def fold_jobs(view: KVView, case: Case, dst_tier: int) -> list[Job]:
         ("zipage:block=16", "fp8", "k4v2"),
         ("zipage:redundancy=full", "int4", None),
         ("snapkv", "fp32", None),
+        ("expected", "int4", None),
     ],
 )
 def test_jobs_of_a_batch_keep_what_they_keep_alone(hot, cold, scorer):
@@ -172,6 +173,18 @@ def test_jobs_of_a_batch_keep_what_they_keep_alone(hot, cold, scorer):
     for name, found in results[0].items():
         assert torch.equal(found, results[1][name]), name
     assert any(not torch.equal(found, results[0][name]) for name, found in bytes_of(first).items())
+
+
+@interpreted
+@pytest.mark.parametrize("scorer, launches", [("zipage", 1), ("zipage:redundancy=none", 1), ("snapkv", 0)])
+def test_a_batch_reads_keys_for_their_lengths_only_if_nothing_else_does(monkeypatch, scorer, launches):
+    """`row_lengths` runs for values; window attention has taken the lengths of keys."""
+    case = Case("uniform", "int4", None, LENGTHS, head_dim=32, state=STATE)
+    view, kernel, found = make_view(case), module.row_lengths, []
+    counted = type("Counted", (), {"__getitem__": lambda _, grid: found.append(grid) or kernel[grid]})()
+    monkeypatch.setattr(module, "row_lengths", counted)
+    Compressor(TritonBackend(), view, 0.3, pad=True).run(fold_jobs(view, case, False)[:1], [ScorePolicy(scorer, 1, 4)])
+    assert len(found) == launches
 
 
 @pytest.mark.parametrize("hot, cold", [("fp64", None), ("fp32", "int4")])

@@ -62,8 +62,8 @@ def launches_of(monkeypatch, hot: str, cold: str | None, compared: bool = True) 
 
 @pytest.mark.parametrize("hot, cold", TIERS)
 def test_a_fold_is_few_launches(monkeypatch, hot, cold):
-    """Two passes of window attention, or one of expected attention, on which lengths of keys are taken unless rows have
-    8 bits; state, lengths of values, crowding, of other columns too, selection, moving."""
+    """Two passes of window attention, the second with lengths of keys unless rows have 8 bits, or one of expected
+    attention; state, lengths of values, crowding, of other columns too, selection, moving."""
     names = [launch.kernel.__name__ for launch in launches_of(monkeypatch, hot, cold)]
     tiers = 1 + bool(cold)
     assert names.count("compare_rows") == 3
@@ -107,6 +107,19 @@ def test_tiles_of_window_attention_make_no_threads_wait(monkeypatch, tmp_path, f
             assert kinds["SHFL"] == exchanges and kinds["STS"] <= bool(exchanges) and kinds["BAR"] <= 2
             assert kinds["MUFU"] <= 48 and len(loop) <= 470
             assert registers <= 168, "three programs at a time"
+
+
+@pytest.mark.parametrize("format", ["bf16", "int4"])
+def test_queries_of_long_windows_are_turned_without_spills(monkeypatch, tmp_path, format):
+    found: list[Launch] = []
+    for name in ("turn_window", "expect_rows"):
+        monkeypatch.setattr(window, name, Recorder(getattr(window, name), found))
+    case = Case("uniform", format, None, (700,), 64, 4, 128, num_window=64, dtype=torch.bfloat16)
+    view = make_view(case)
+    TritonBackend().expected_logits(view, make_jobs(view, case, dst_tier=0), slice(None), 0.1, 512)
+    for launch in found:
+        ops, _ = instructions(launch.compile(90).asm["cubin"], tmp_path)
+        assert not [op for op in ops if op.startswith(("LDL", "STL"))], launch.kernel.__name__
 
 
 def test_what_scorers_compute_along_rows_compiles(monkeypatch, tmp_path):

@@ -247,16 +247,20 @@ def test_expected_attention_follows_the_mean_and_covariance_of_queries(spec, hor
     naive(spec, case, formula)
 
 
-@pytest.mark.parametrize("stride", [1, 4])
-def test_turns_are_the_mean_rotation_of_positions_to_come(stride):
+@pytest.mark.parametrize("horizon, stride", [(5, 1), (5, 4), (512, 1)])
+def test_turns_are_the_mean_rotation_of_positions_to_come(horizon, stride):
     """Before RoPE and after: what RoPE turned a query by is undone, and each position of the horizon turns it anew."""
-    horizon, last = 5, 300
+    last = 300
     factors = turns(INV_FREQ, WINDOW, stride, horizon)
     query = make_case(0, 4).queries[0]  # [w, R, D]
     for u in range(WINDOW):
         undone = rotation(last - (WINDOW - 1 - u) * stride).T
         ahead = np.mean([rotation(last + h) for h in range(1, horizon + 1)], axis=0)
         np.testing.assert_allclose(turned(query, factors)[u].numpy(), query[u].numpy() @ (ahead @ undone).T, atol=1e-12)
+
+
+def test_channels_that_rope_does_not_turn_are_not_turned():
+    assert torch.equal(turns(torch.zeros(3), WINDOW, 2, 100), torch.ones(WINDOW, 3, dtype=torch.complex128))
 
 
 def test_random_scores_are_uniform_and_differ_by_every_part_of_their_key():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagefold.backends.triton.addressing import tier_rows, tile_pages, tile_rows
 from pagefold.backends.triton.plan import Shape
-from pagefold.backends.triton.window_scores import WINDOW, inverse_length, tile_scales, window_of, window_queries
+from pagefold.backends.triton.window_scores import WINDOW, tile_scales, window_of, window_queries
 from pagefold.evict.expectation import turns
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
@@ -68,13 +68,12 @@ def turn_window(
         tl.store(to + H + o_h[None, :], high, mask=mask)
 
 
-@jit(do_not_specialize=["first_column", "num_pages", "num_groups", "max_pages", "share", "max_src", "stride"])
+@jit(do_not_specialize=["first_column", "num_pages", "num_groups", "max_pages", "share", "max_src"])
 def expect_rows(
     queries,
     k_data,
     k_scale,
     logits,
-    inverse,
     page_table,
     cold,
     slots,
@@ -89,7 +88,6 @@ def expect_rows(
     scale,
     share,
     max_src,
-    stride,
     R: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
@@ -99,7 +97,6 @@ def expect_rows(
     N: tl.constexpr,
     TIER: tl.constexpr,
     NUM_TIERS: tl.constexpr,
-    INVERSE: tl.constexpr,
     LOAD: tl.constexpr,
     PIECES: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -113,7 +110,6 @@ def expect_rows(
 
     queries   [J, C, W, R, D] of `turn_window`
     logits    float32[J, C, R, max_src], the mean of the logits of a head's queries plus half their variance
-    inverse   INVERSE: float32[J, C, stride], as `row_lengths` makes it
     """
     i_c, i_j = tl.program_id(1), tl.program_id(2)
     i_head = i_j.to(tl.int64) * tl.num_programs(1) + i_c
@@ -155,6 +151,3 @@ def expect_rows(
         expected = tl.sum(heads * weight, 2) * factor[:, None]
         at = (i_head * R + o_r[None, :]) * max_src + (i_row - origin)[:, None]
         tl.store(logits + at, expected, mask=(i_row < stop)[:, None] & (o_r < R)[None, :])
-        if INVERSE:
-            length = inverse_length(b_k, row_scale, N, PIECES, BIAS, GAIN, SCALED)
-            tl.store(inverse + i_head * stride + i_row - origin, length, mask=i_row < stop)

@@ -9,7 +9,7 @@ from pagefold.backends.base import JobBatch, KVView
 from pagefold.backends.triton import expectation
 from pagefold.backends.triton.crowding import inverse_lengths
 from pagefold.backends.triton.expectation import expect_rows, foresight, turn_window
-from pagefold.backends.triton.plan import interpreted, next_power_of_2, reading
+from pagefold.backends.triton.plan import device_codec, mma_dtype, next_power_of_2, reading
 from pagefold.backends.triton.rows import rotates, width_of
 from pagefold.backends.triton.window_scores import (
     SHARE,
@@ -24,6 +24,7 @@ from pagefold.store.shim import tl, triton
 
 # Of a KV head in window attention, those that pad included. 512 gave wrong scores on an H200, though not interpreted.
 MAX_QUERIES = 256
+HORIZONS = 64  # whose turns are kept; those of others are made again for every fold
 
 
 class TritonWindow:
@@ -44,12 +45,12 @@ class TritonWindow:
         sums = torch.empty(num_jobs, num_columns, num_tiers, splits, num_queries, device=device)
         scores = torch.zeros(num_jobs, num_columns, max_src, device=device)
         found = finds_lengths(kv, jobs)
-        inverse = inverse_lengths(num_jobs, num_columns, max_src if found else 0, device)
+        inverse = inverse_lengths(num_jobs, num_columns, max_src, device) if found else scores
         of_window = (column_ids.start, kv.members.shape[1], num_slots, num_heads)
         rotated = kv.window
         if rotates(kv):
             queries = num_window * per_head
-            rotated = torch.empty(num_jobs, num_columns, queries, head_dim, dtype=turned_dtype(), device=device)
+            rotated = torch.empty(num_jobs, num_columns, queries, head_dim, dtype=frame_dtype(kv, True), device=device)
             rotate_window[(triton.cdiv(queries, 8), num_columns, num_jobs)](
                 *(kv.window, rotated, kv.members, jobs.groups, jobs.window_slots, *of_window),
                 R=per_head,
@@ -105,11 +106,11 @@ class TritonWindow:
         num_window, num_heads, head_dim = kv.window.shape[2:]
         per_head, num_tiers = num_heads // kv.group_of.shape[1], len(kv.tiers)
         window_pad = next_power_of_2(num_window)
-        frames = {store.format.k.rotate for store in kv.tiers}
-        queries = {rotate: self._turned(kv, jobs, columns, horizon, rotate) for rotate in frames}
+        queries = {
+            rotate: self._turned(kv, jobs, columns, horizon, rotate)
+            for rotate in {store.format.k.rotate for store in kv.tiers}
+        }
         logits = torch.empty(num_jobs, num_columns, per_head, max_src, device=jobs.slots.device)
-        found = finds_lengths(kv, jobs)
-        inverse = inverse_lengths(num_jobs, num_columns, max_src if found else 0, logits.device)
         for tier, store in enumerate(kv.tiers):
             codec, shape = reading(store.format.k, head_dim), expectation.SHAPE
             expect_rows[(triton.cdiv(max_src, expectation.SHARE), num_columns, num_jobs)](
@@ -117,7 +118,6 @@ class TritonWindow:
                 store.rows("k_data"),
                 store.rows("k_scale"),
                 logits,
-                inverse,
                 kv.page_table,
                 kv.cold,
                 jobs.slots,
@@ -131,7 +131,6 @@ class TritonWindow:
                 scale,
                 expectation.SHARE,
                 max_src,
-                inverse.shape[2],
                 R=per_head,
                 W=num_window,
                 WP=window_pad,
@@ -141,28 +140,30 @@ class TritonWindow:
                 N=shape.tile,
                 TIER=tier,
                 NUM_TIERS=num_tiers,
-                INVERSE=found,
                 **codec,
                 PRECISION="ieee",
                 num_warps=shape.warps,
                 num_stages=2 if codec["MMA"] == tl.float32 else shape.stages,  # rows are as wide as two
             )
-        if found:
-            jobs.inverse = (kv, columns, inverse)
         return logits
 
     def _turned(self, kv: KVView, jobs: JobBatch, columns: slice, horizon: int, rotate: bool) -> Tensor:
         """`queries` of `expect_rows`."""
         num_slots, num_window, num_heads, head_dim = kv.window.shape[1:]
         per_head = num_heads // kv.group_of.shape[1]
-        if horizon not in kv.foresight:
-            kv.foresight[horizon] = foresight(kv.inv_freq, num_window, kv.window_stride, horizon)
+        turns = kv.foresight.get(horizon)
+        if turns is None:
+            turns = foresight(kv.inv_freq, num_window, kv.window_stride, horizon)
+            captured = turns.is_cuda and torch.cuda.is_current_stream_capturing()  # then it is the graph's alone
+            if len(kv.foresight) < HORIZONS and not captured:
+                kv.foresight[horizon] = turns
+        window_pad = next_power_of_2(num_window)
         shape = (len(jobs.slots), width_of(kv, columns), num_window, per_head, head_dim)
-        turned = torch.empty(shape, dtype=turned_dtype(), device=kv.window.device)
+        turned = torch.empty(shape, dtype=frame_dtype(kv, rotate), device=kv.window.device)
         turn_window[(per_head, *shape[1::-1])](
             kv.window,
             turned,
-            kv.foresight[horizon],
+            turns,
             kv.members,
             jobs.groups,
             jobs.window_slots,
@@ -172,10 +173,10 @@ class TritonWindow:
             num_heads,
             R=per_head,
             W=num_window,
-            WP=next_power_of_2(num_window),
+            WP=window_pad,
             D=head_dim,
             ROTATE=rotate,
-            num_warps=1,
+            num_warps=min(8, max(1, window_pad * head_dim // 2048)),
         )
         return turned
 
@@ -187,6 +188,7 @@ def finds_lengths(kv: KVView, jobs: JobBatch) -> bool:
     return jobs.compared and len(kv.tiers) == 1 and row_bytes != kv.window.shape[-1]
 
 
-def turned_dtype() -> torch.dtype:
-    """What queries that were made ready are kept in; products are computed in it, or in the dtype of rows."""
-    return torch.float32 if interpreted() else torch.float16
+def frame_dtype(kv: KVView, rotate: bool) -> torch.dtype:
+    """What queries that are made ready for keys in a frame are kept in: float32 if products there are."""
+    products = {mma_dtype(device_codec(store.format.k)) for store in kv.tiers if store.format.k.rotate == rotate}
+    return torch.float32 if tl.float32 in products else torch.float16

@@ -18,10 +18,6 @@ def require_kernel(kernel: int) -> None:
     require(kernel >= 1 and kernel % 2 == 1, "kernel", kernel, "an odd integer >= 1")
 
 
-def require_horizon(horizon: int) -> None:
-    require(1 <= horizon <= 1 << 16, "horizon", horizon, "an integer in [1, 65536]")
-
-
 def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
     """Every row's score becomes the best among its `kernel` nearest rows, itself included. float[J, C, N]."""
     kernel = min(kernel, 2 * scores.shape[-1] - 1)  # a wider one sees no more

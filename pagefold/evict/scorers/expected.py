@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import require, require_horizon, shares_of_heads
+from pagefold.evict.scorers._common import require, shares_of_heads
 from pagefold.store.format import Plane
 
 
@@ -30,7 +30,7 @@ class ExpectedAttention:
     eps: float = 0.01
 
     def __post_init__(self):
-        require_horizon(self.horizon)
+        require(1 <= self.horizon <= 1 << 16, "horizon", self.horizon, "an integer in [1, 65536]")
         require(self.eps >= 0, "eps", self.eps, "a number >= 0")
 
     def score(self, ctx: ScoreContext) -> Tensor:

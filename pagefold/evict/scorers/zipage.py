@@ -33,14 +33,12 @@ class Zipage:
         R    softmax over the source rows of their crowding (`RowSource.crowding`), divided by tau and the rows compared
         Z    lam * V - (1 - lam) * R, or V without redundancy; S' is max-pooled first where `pool` says so
 
-    V is not Zipage's, which has S' in its place (values=false); weights by values are from VATP (arXiv 2406.12335), and
-    attention that a row has without being looked at from Expected Attention (arXiv 2510.00636). Nor is that nothing is
-    pooled: Zipage's pool is "once".
+    V is not Zipage's, which has S' in its place, pools once and compares blocks of 256. Weights by values are from VATP
+    (arXiv 2406.12335), attention for every row is from Expected Attention (arXiv 2510.00636).
 
     lam, tau          weights as above
-    alpha             what is left of F after `block` tokens, as many as lie between two compactions in the paper; 0
-                      turns the memory off
-    eps               attention that counts for every row, as a multiple of the mean one
+    alpha             what is left of F after `block` tokens; 0 turns the memory off
+    eps               attention that every row has besides, as a multiple of 1 / N; nothing without `values`
     pool              "none", "once" (at the first compaction of a request) or "always"
     kernel            rows a pooling step looks at, odd
     redundancy        "none", "lightning" (rows are compared inside blocks) or "full" (all pairs)
@@ -101,6 +99,7 @@ class Zipage:
         """
         if self.alpha == 0:
             return attention
+        # what rows that were never folded hold is 0, and so a number
         left = (self.alpha ** (ctx.num_dropped.to(attention.dtype) / self.block)).masked_fill(ctx.first, 0.0)
         scores = torch.maximum(attention, left[:, None, None] * ctx.rows.state("global_score")[..., 0])
         ctx.new_state["global_score"] = scores.float()[..., None]
