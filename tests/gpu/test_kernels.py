@@ -55,7 +55,7 @@ def moved(value, device: str = "cuda"):
             twin.planes[name].copy_(plane)
         return twin
     if isinstance(value, (KVView, ForwardInputs, JobBatch)):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
         return type(value)(**{name: moved(field, device) for name, field in fields.items()})
     if isinstance(value, list) and value and isinstance(value[0], PageStore):
         return [moved(item, device) for item in value]
