@@ -400,7 +400,7 @@ def time_compaction(format: str, num_jobs: int, scorer: str) -> dict:
 def compaction(report: Report, formats: list[str]) -> None:
     for format in formats:
         for num_jobs in COMPACTION_JOBS:
-            for scorer in ("zipage", "zipage:redundancy=none"):
+            for scorer in ("zipage", "zipage:redundancy=none", "expected"):
                 label = {"what": "compaction", "format": format, "jobs": num_jobs, "scorer": scorer}
                 if row := report.attempt(label, partial(time_compaction, format, num_jobs, scorer)):
                     print(
