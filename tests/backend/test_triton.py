@@ -414,11 +414,11 @@ def test_what_scorers_read(hot, cold, first_page):
     view = make_view(case)
     jobs = make_jobs(view, case, dst_tier=0, first_page=first_page)
     ours, theirs = TritonBackend(), Reference()
+    logits = theirs.expected_logits(view, jobs, slice(1, 2), 0.3, 40)
+    close(of_sources(ours.expected_logits(view, jobs, slice(1, 2), 0.3, 40), jobs), logits)
     for columns, across in ((slice(None), "max"), (slice(1, 2), "mean")):
         scores = ours.window_scores(view, jobs, columns, 0.3, across)
         close(scores, theirs.window_scores(view, jobs, columns, 0.3, across))
-        logits = theirs.expected_logits(view, jobs, columns, 0.3, 40)
-        close(of_sources(ours.expected_logits(view, jobs, columns, 0.3, 40), jobs), logits)
         for role in ("k", "v"):
             rows = ours.read_rows(view, jobs, columns, role)
             close(rows, theirs.read_rows(view, jobs, columns, role))
