@@ -61,6 +61,13 @@ class KVView:
         """This view, and the one of layers apart if there are any: together they have every column of every page."""
         return [self, self.apart] if self.apart else [self]
 
+    def queries(self, groups: Tensor, window_slots: Tensor, columns: slice) -> Tensor:
+        """The windows' queries of some columns of jobs, whose groups and window slots are int64[J]: `row_dtype`
+        [J, C, w, R, D], oldest first, R query heads per KV head."""
+        layers, heads = self.members[groups][:, columns].long().unbind(-1)  # [J, C]
+        per_head = self.window.shape[3] // self.group_of.shape[1]
+        return self.window.unflatten(3, (-1, per_head))[layers, window_slots[:, None], :, heads].to(self.row_dtype)
+
     @property
     def row_dtype(self) -> torch.dtype:
         """What rows are decoded to outside attention: float64 where the model computes in it, else float32."""
@@ -133,7 +140,8 @@ class JobBatch:
     max_src       int         largest of num_src, on the host
     max_rows      int         largest of num_rows, on the host
     compared      `crowding` will be asked for: what it needs may be found on the way to what is asked before
-    inverse       what a backend found so, of some columns of a view: the view, the columns, and a tensor
+    inverse       what a backend found so, of some columns of a view: the view, the columns, and a tensor of its own
+                  making [J, C, N or more] that says what makes the length of each key 1
     """
 
     slots: Tensor

@@ -281,17 +281,14 @@ class CpuBackend(TorchOps):
     ) -> Tensor:
         """float[J, C, num_pages * page_size] for jobs `some`: attention of the window over all rows of their groups."""
         slots, groups, num_rows = jobs.slots[some], jobs.groups[some], jobs.num_rows[some]
-        per_head = kv.window.shape[3] // kv.group_of.shape[1]
-        layers, heads = kv.members[groups][:, columns].long().unbind(-1)  # [J, C]
-        window = kv.window.unflatten(3, (-1, per_head))
-        queries = window[layers, jobs.window_slots[some, None], :, heads].to(kv.row_dtype)  # [J, C, w, R, D]
+        queries = kv.queries(groups, jobs.window_slots[some], columns)
         keep = _keep_frame(kv, "k")
         if keep and _codec(kv.tiers[0], "k").rotate:
             queries = hadamard(queries)
         pages = kv.page_table[slots, groups, :num_pages].long()
         cold = torch.arange(num_pages) < kv.cold[slots, groups, None]
         keys = gather(kv, "k", pages, cold, _column_ids(kv, columns), kv.row_dtype, keep)
-        num_window = queries.shape[2]
+        num_window, per_head = queries.shape[2:4]
         logits = (queries.flatten(2, 3) @ keys.mT * scale).unflatten(2, (num_window, per_head))  # [J, C, w, R, n]
         seen = num_rows[:, None] - torch.arange(num_window - 1, -1, -1) * kv.window_stride  # [J, w]
         hidden = torch.arange(keys.shape[2]) >= seen[..., None]  # [J, w, n]
@@ -300,9 +297,7 @@ class CpuBackend(TorchOps):
         return (weights.amax(3) if across == "max" else weights.mean(3)).mean(2)
 
     def expected_logits(self, kv: KVView, jobs: JobBatch, columns: slice, scale: float, horizon: int) -> Tensor:
-        per_head = kv.window.shape[3] // kv.group_of.shape[1]
-        layers, heads = kv.members[jobs.groups][:, columns].long().unbind(-1)  # [J, C]
-        queries = kv.window.unflatten(3, (-1, per_head))[layers, jobs.window_slots[:, None], :, heads].to(kv.row_dtype)
+        queries = kv.queries(jobs.groups, jobs.window_slots, columns)
         factors = turns(kv.inv_freq, kv.window.shape[2], kv.window_stride, horizon)
         return expected_logits(turned(queries, factors), self.read_rows(kv, jobs, columns, "k"), scale)
 

@@ -38,11 +38,7 @@ class _Rows:
 
     def queries(self) -> Tensor:
         kv, jobs, columns = self._args
-        layers, heads = kv.members[jobs.groups][:, columns].long().unbind(-1)
-        num_layers, slots, width, num_q, dim = kv.window.shape
-        num_kv = kv.group_of.shape[1]
-        window = kv.window.view(num_layers, slots, width, num_kv, num_q // num_kv, dim)
-        return window[layers, jobs.window_slots[:, None], :, heads].to(kv.row_dtype)
+        return kv.queries(jobs.groups, jobs.window_slots, columns)
 
     def keys(self) -> Tensor:
         return self._backend.read_rows(*self._args, "k")

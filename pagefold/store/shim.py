@@ -64,6 +64,7 @@ class DeviceCodec:
         pairs   neighbouring channels that share a 16-bit word
         bias    of all pieces, or of none
         options constants of `store`
+        lengths_alone   lengths of rows are better read by themselves than taken where rows are multiplied
     """
 
     load: Callable
@@ -73,6 +74,7 @@ class DeviceCodec:
     bias: tuple[float, ...] = (0.0,)
     gain: tuple[float, ...] = (1.0,)
     options: tuple[float, ...] = ()
+    lengths_alone: bool = False
 
     def __post_init__(self):
         if any(self.bias) != all(self.bias):

@@ -430,6 +430,18 @@ def test_what_scorers_read(hot, cold, first_page):
 
 
 @interpreted
+def test_turns_of_few_horizons_are_kept_and_those_of_others_made_again(monkeypatch):
+    monkeypatch.setattr(window, "HORIZONS", 1)
+    case = Case("uniform", "fp32", None, (17,), head_dim=32)
+    view = make_view(case)
+    jobs = make_jobs(view, case, dst_tier=0)
+    for horizon in (40, 7, 40, 7):
+        args = (view, jobs, slice(1), 0.3, horizon)
+        close(of_sources(TritonBackend().expected_logits(*args), jobs), Reference().expected_logits(*args))
+        assert list(view.foresight) == [40]
+
+
+@interpreted
 @pytest.mark.parametrize("hot, taken", [("fp32", True), ("bf16", True), ("int4", True), ("fp8", False)])
 def test_lengths_taken_on_the_way_serve_the_comparison_of_rows(monkeypatch, hot, taken):
     """Of these columns of this view alone; by the kernel that multiplies keys anyway, unless rows have 8 bits."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagefold.backends.triton.addressing import tier_rows, tile_pages, tile_rows
 from pagefold.backends.triton.plan import Shape
-from pagefold.backends.triton.window_scores import WINDOW, tile_scales, window_of, window_queries
+from pagefold.backends.triton.window_scores import WINDOW, products, tile_scales, window_of, window_queries
 from pagefold.evict.expectation import turns
 from pagefold.store.lowbit import device_hadamard
 from pagefold.store.shim import jit, tl
@@ -137,11 +137,7 @@ def expect_rows(
         page = tile_pages(pages, i_t + N, stop, PS, N)
         next_scale = tile_scales(k_scale, page, i_t + N, base, PS, N, SCALED)
         b_k = LOAD(k_data, row, tl.full([N], True, tl.int1), D, False, MMA)
-        s = tl.zeros([N, Q], tl.float32)
-        for p in tl.static_range(PIECES):
-            s = tl.dot(b_k[p], b_q[p], s, input_precision=PRECISION)
-        if BIAS[0] != 0.0:
-            s -= bias[None, :]
+        s = products(b_k, b_q, bias, N, Q, PIECES, BIAS, PRECISION)
         if SCALED:
             factor = row_scale.to(tl.float32) * scale
         else:

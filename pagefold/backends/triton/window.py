@@ -182,10 +182,8 @@ class TritonWindow:
 
 
 def finds_lengths(kv: KVView, jobs: JobBatch) -> bool:
-    """Whether kernels that multiply keys take their lengths for `crowding`. Rows of 8 bits would be converted once more
-    for it, which takes longer than reading them again (fp8 on an H200: 144 us for 111)."""
-    row_bytes = kv.tiers[0].layout["k_data"].bytes_per_row
-    return jobs.compared and len(kv.tiers) == 1 and row_bytes != kv.window.shape[-1]
+    """Whether window attention takes the lengths of keys for `crowding`, which reads those of two tiers by itself."""
+    return jobs.compared and len(kv.tiers) == 1 and not device_codec(kv.tiers[0].format.k).lengths_alone
 
 
 def frame_dtype(kv: KVView, rotate: bool) -> torch.dtype:

@@ -95,16 +95,25 @@ def tile_scales(k_scale, page, i_t, base, PS: tl.constexpr, N: tl.constexpr, SCA
 
 
 @jit
-def window_logits(
-    b_k, row_scale, b_q, bias, scale, N: tl.constexpr, Q: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """float32[N, Q] of rows in pieces as stored, base 2 if `scale` is."""
+def products(
+    b_k, b_q, bias, N: tl.constexpr, Q: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """float32[N, Q] of rows in pieces as stored, their scales left out, with what `window_queries` gave."""
     s = tl.zeros([N, Q], tl.float32)
     for p in tl.static_range(PIECES):
         s = tl.dot(b_k[p], b_q[p], s, input_precision=PRECISION)
     if BIAS[0] != 0.0:
         s -= bias[None, :]
+    return s
+
+
+@jit
+def window_logits(
+    b_k, row_scale, b_q, bias, scale, N: tl.constexpr, Q: tl.constexpr, PIECES: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """float32[N, Q] of rows in pieces as stored, base 2 if `scale` is."""
+    s = products(b_k, b_q, bias, N, Q, PIECES, BIAS, PRECISION)
     if SCALED:
         return s * (row_scale.to(tl.float32) * scale)[:, None]
     else:

@@ -6,13 +6,7 @@ import torch
 from torch import Tensor
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import (
-    max_pool_rows,
-    require,
-    require_kernel,
-    softmax_rows,
-    times_mean,
-)
+from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows, times_mean
 from pagefold.store.format import Plane
 
 POOLS = ("none", "once", "always")

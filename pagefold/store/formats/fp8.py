@@ -128,7 +128,10 @@ def store_e4m3(data, scale, row, ok, x, D: tl.constexpr, OPTIONS: tl.constexpr):
     tl.store(scale + row, scales.to(tl.float16), mask=ok)
 
 
-DEVICE = DeviceCodec(load_e4m3, store_e4m3, torch.float16, pairs=2, bias=(0.0, 0.0), gain=(1.0, 1.0))
+# A length takes every number in float32, from float16 made of e4m3: on an H200 144 us, for 111 to read them again.
+DEVICE = DeviceCodec(
+    load_e4m3, store_e4m3, torch.float16, pairs=2, bias=(0.0, 0.0), gain=(1.0, 1.0), lengths_alone=True
+)
 
 
 @FORMATS.add
