@@ -3,6 +3,8 @@
 `pagefold.evict.scorers._common` has the same functions in torch, which are the definition.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,9 +31,14 @@ def largest(x, valid, n, other, N: tl.constexpr):
     return tl.max(best, 0)
 
 
-@jit(do_not_specialize=["n", "per_job", "slope"])
-def share_rows(x, valid, out, n, per_job, slope, SOFTMAX: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr):
-    """Grid (heads): out float32[heads, n], the softmax of slope * x, or else x as multiples of its mean, 0 on padding.
+@jit(do_not_specialize=["n", "per_job", "slope", "part", "plus"])
+def share_rows(
+    x, valid, scores, out, n, per_job, slope, part, plus, SOFTMAX: tl.constexpr, SCORED: tl.constexpr,
+    STEPS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads): out float32[heads, n], what a head's x come to beside each other, 0 on padding: their softmax,
+    SOFTMAX, of slope * x, or else x as multiples of their mean. SCORED, scores float32[heads, n] with that:
+    part * scores - (1 - part) * softmax, or (scores + plus / rows) * multiple.
 
     valid   uint8[jobs, n]; `per_job` heads have the same
     """
@@ -50,12 +57,32 @@ def share_rows(x, valid, out, n, per_job, slope, SOFTMAX: tl.constexpr, STEPS: t
         steps += (weight * STEPS).to(tl.int64)
         count += is_valid.to(tl.int32)
     factor = STEPS / tl.maximum(tl.sum(steps, 0), 1).to(tl.float32)
+    rows = tl.sum(count, 0).to(tl.float32)
     if not SOFTMAX:
-        factor *= tl.sum(count, 0).to(tl.float32)
+        factor *= rows
     for start in range(0, n, N):
         b_x, _ = masked(x, valid, start + o_n, n, other)
         weight = tl.exp((b_x - scale) * slope) if SOFTMAX else b_x * scale
-        tl.store(out + i_head * n + start + o_n, weight * factor, mask=start + o_n < n)
+        share = weight * factor
+        at = i_head * n + start + o_n
+        if SCORED:
+            b_scores = tl.load(scores + at, mask=start + o_n < n, other=0.0)
+            share = part * b_scores - (1 - part) * share if SOFTMAX else (b_scores + plus / rows) * share
+        tl.store(out + at, share, mask=start + o_n < n)
+
+
+@jit(do_not_specialize=["n", "per_job", "slope"])
+def remember_rows(x, before, num_dropped, first, out, n, per_job, slope, N: tl.constexpr):
+    """Grid (heads, tiles): out float32[heads, n], the larger of x and 2^(slope * num_dropped) * before, which counts as
+    0 where `first`, uint8[jobs], is 1."""
+    i_head = tl.program_id(0).to(tl.int64)
+    i_j = i_head // per_job
+    i = tl.program_id(1) * N + tl.arange(0, N)
+    left = tl.exp2(slope * tl.load(num_dropped + i_j).to(tl.float32))
+    b_x = tl.load(x + i_head * n + i, mask=i < n)
+    b_before = tl.load(before + i_head * n + i, mask=(i < n) & (tl.load(first + i_j) == 0), other=0.0)
+    best = tl.maximum(b_x, left * b_before, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + i_head * n + i, best, mask=i < n)
 
 
 @jit(do_not_specialize=["n", "per_job"])
@@ -102,11 +129,49 @@ def serves(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda and x.dtype == torch.float32
 
 
-def shares(x: Tensor, valid: Tensor, *, softmax: bool, scale: float = 1.0) -> Tensor:
-    """float32[J, ..., N] of x of this shape; valid is bool[J, 1, ..., N]; `scale` > 0 is of softmax."""
+def softmax(x: Tensor, valid: Tensor, scale: float = 1.0) -> Tensor:
+    """float32[J, ..., N] of x of this shape; valid is bool[J, 1, ..., N]; `scale` > 0."""
+    return _shares(x, valid, None, softmax=True, slope=scale)
+
+
+def less_softmax(scores: Tensor, part: float, x: Tensor, valid: Tensor, scale: float) -> Tensor:
+    """float32[J, C, N] of scores and x of this shape; valid is bool[J, 1, N]; `scale` > 0."""
+    return _shares(x, valid, scores, softmax=True, slope=scale, part=part)
+
+
+def weighed(scores: Tensor, plus: float, x: Tensor, valid: Tensor) -> Tensor:
+    """float32[J, C, N] of scores and x of this shape; valid is bool[J, 1, N]."""
+    return _shares(x, valid, scores, softmax=False, plus=plus)
+
+
+def _shares(
+    x: Tensor, valid: Tensor, scores: Tensor | None, *, softmax: bool, slope: float = 1.0, part: float = 0.0,
+    plus: float = 0.0,
+) -> Tensor:  # fmt: skip
     x, valid, out = _ready(x, valid)
     n, heads = x.shape[-1], x.numel() // x.shape[-1]
-    share_rows[(heads,)](x, valid, out, n, heads // len(x), scale, SOFTMAX=softmax, STEPS=STEPS, N=TILE)
+    share_rows[(heads,)](
+        x, valid, x if scores is None else scores.contiguous(), out, n, heads // len(x), slope, part, plus,
+        SOFTMAX=softmax, SCORED=scores is not None, STEPS=STEPS, N=TILE,
+    )  # fmt: skip
+    return out
+
+
+def remembered(x: Tensor, before: Tensor, num_dropped: Tensor, first: Tensor, rate: float) -> Tensor:
+    """float32[J, C, N] of x and before of this shape; int64[J], bool[J]; rate in (0, 1]."""
+    num_jobs, width, n = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    remember_rows[(num_jobs * width, triton.cdiv(n, TILE))](
+        x.contiguous(),
+        before.contiguous(),
+        num_dropped,
+        first.view(torch.uint8),
+        out,
+        n,
+        width,
+        math.log2(rate),
+        N=TILE,
+    )
     return out
 
 

@@ -11,7 +11,14 @@ import torch
 triton = pytest.importorskip("triton", reason="needs the package triton")
 
 from pagefold.evict import row_kernels
-from pagefold.evict.scorers._common import max_pool_rows, shares_of_heads, softmax_rows, times_mean
+from pagefold.evict.scorers._common import (
+    less_softmax,
+    max_pool_rows,
+    remembered,
+    shares_of_heads,
+    softmax_rows,
+    weighed,
+)
 from tests.interpreted import assert_passes_interpreted, interpreted, plain
 
 
@@ -34,16 +41,28 @@ def rows_of(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("shape", [(3, 2, 5), (2, 3, 2, 40), (2, 2, row_kernels.TILE + 70)])
 def test_they_are_what_torch_gives(shape):
     x, valid = rows_of(*shape)
-    torch.testing.assert_close(row_kernels.shares(5 * x, valid, softmax=True), softmax_rows(5 * x, valid))
-    sharper = row_kernels.shares(x, valid, softmax=True, scale=5.0)
-    torch.testing.assert_close(sharper, softmax_rows(x, valid, 5.0))
+    torch.testing.assert_close(row_kernels.softmax(5 * x, valid), softmax_rows(5 * x, valid))
+    torch.testing.assert_close(row_kernels.softmax(x, valid, 5.0), softmax_rows(x, valid, 5.0))
     torch.testing.assert_close(softmax_rows(x, valid, 5.0), softmax_rows(5 * x, valid))
-    torch.testing.assert_close(row_kernels.shares(x, valid, softmax=False), times_mean(x, valid))
     for kernel in (1, 7, 2 * shape[-1] - 1) if shape[-1] < 100 else (7,):
         ours = row_kernels.pooled(-x, valid, kernel).masked_fill(~valid, 0)
         flat, mask = -x.flatten(1, -2), valid.flatten(1, -2)
         theirs = max_pool_rows(flat, mask, kernel).view(shape).masked_fill(~valid, 0)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(3, 2, 5), (2, 3, 40), (2, 2, row_kernels.TILE + 70)])
+def test_scores_with_what_else_counts(shape):
+    x, valid = rows_of(*shape)
+    scores, before = torch.rand(2, *shape)
+    same = lambda ours, theirs: torch.testing.assert_close(*(y.masked_fill(~valid, 0) for y in (ours, theirs)))  # noqa: E731
+    same(row_kernels.weighed(scores, 6.0, x, valid), weighed(scores, 6.0, x, valid))
+    same(row_kernels.less_softmax(scores, 0.2, x, valid, 5.0), less_softmax(scores, 0.2, x, valid, 5.0))
+    num_dropped = torch.arange(0, 200 * shape[0], 200)
+    for first in (torch.zeros(shape[0], dtype=torch.bool), torch.arange(shape[0]) == 1):
+        args = scores, before, num_dropped, first, 0.8 ** (1 / 128)
+        same(row_kernels.remembered(*args), remembered(*args))
 
 
 @interpreted
@@ -63,9 +82,13 @@ def test_what_a_job_is_padded_to_changes_no_bit():
         torch.zeros(2, 1, row_kernels.TILE + 1, dtype=torch.bool),
     )
     wide[1, :, :100], more[1, :, :100] = x[0], valid[0]
-    for softmax in (True, False):
-        alone = row_kernels.shares(x, valid, softmax=softmax)[0]
-        assert torch.equal(row_kernels.shares(wide, more, softmax=softmax)[1, :, :100], alone)
+    scores = torch.rand(2, 3, row_kernels.TILE + 1)
+    few = scores[1:, :, :100]
+    assert torch.equal(row_kernels.softmax(wide, more)[1, :, :100], row_kernels.softmax(x, valid)[0])
+    alone, among = row_kernels.weighed(few, 6.0, x, valid), row_kernels.weighed(scores, 6.0, wide, more)
+    assert torch.equal(among[1, :, :100], alone[0])
+    alone = row_kernels.less_softmax(few, 0.2, x, valid, 5.0)
+    assert torch.equal(row_kernels.less_softmax(scores, 0.2, wide, more, 5.0)[1, :, :100], alone[0])
     alone = row_kernels.mean_shares(x[:, :1, None].expand(-1, -1, 2, -1), valid)[0]
     among = row_kernels.mean_shares(wide[:, :1, None].expand(-1, -1, 2, -1), more)[1, :, :100]
     assert torch.equal(among, alone)
@@ -75,4 +98,8 @@ def test_what_a_job_is_padded_to_changes_no_bit():
 def test_a_score_that_is_no_number_stays_visible():
     x, valid = torch.rand(1, 1, 50), torch.ones(1, 1, 50, dtype=torch.bool)
     x[0, 0, 20] = torch.nan
+    nothing, one = torch.zeros_like(x), torch.ones(1, dtype=torch.int64)
+    for args in ((x, nothing), (nothing, x)):
+        seen = row_kernels.remembered(*args, one, one == 0, 0.8)[0, 0]
+        assert seen.isnan().nonzero().flatten().tolist() == [20]
     assert row_kernels.pooled(x, valid, 7)[0, 0].isnan().nonzero().flatten().tolist() == list(range(17, 24))

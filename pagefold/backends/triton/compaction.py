@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pagefold.backends.base import JobBatch, KVView
-from pagefold.backends.triton.crowding import COLUMNS, compare_rows, inverse_lengths, row_lengths
+from pagefold.backends.triton.crowding import COLUMNS, NEAR_STEP, STEP, compare_rows, inverse_lengths, row_lengths
 from pagefold.backends.triton.plan import (
     device_codec,
     mma_dtype,
@@ -83,13 +83,13 @@ def select_best(
     lowest = least.to(tl.int32)
     above, tied = tl.zeros([N], tl.int32), tl.zeros([N], tl.int32)
     for i_t in range(0, n, N):
-        ranks = score_ranks(scores, i_t + o_n, n, sink_tokens, window_start)
+        ranks = head if WHOLE else score_ranks(scores, i_t + o_n, n, sink_tokens, window_start)
         above += (ranks > lowest).to(tl.int32)
         tied += (ranks == lowest).to(tl.int32)
     dropped = tl.sum(tied, 0) - (num_keep - tl.sum(above, 0))  # of those that tie, the oldest
     place, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for i_t in range(0, n, N):
-        ranks = score_ranks(scores, i_t + o_n, n, sink_tokens, window_start)
+        ranks = head if WHOLE else score_ranks(scores, i_t + o_n, n, sink_tokens, window_start)
         tie = ((ranks == lowest) & (i_t + o_n < n)).to(tl.int32)
         kept = ((ranks > lowest) | ((tie == 1) & (ties + tl.cumsum(tie, 0) > dropped))).to(tl.int32)
         at = place + tl.cumsum(kept, 0) - 1
@@ -118,7 +118,8 @@ class TritonCompaction:
         length = min(block or max_src, max_src)
         shape = (len(jobs.slots), width_of(kv, columns), max_src)
         total = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
-        less = torch.zeros_like(total, dtype=torch.int64)
+        step, counts = (NEAR_STEP, torch.int32) if near else (STEP, torch.int64)
+        less = torch.zeros_like(total, dtype=counts)
         constants = decoding(codec_of(hot, "k"), head_dim)
         constants |= {f"COLD_{name}": value for name, value in decoding(codec_of(cold, "k"), head_dim).items()}
         if constants["ROTATE"] and constants["COLD_ROTATE"]:
@@ -143,6 +144,7 @@ class TritonCompaction:
             N=COLUMNS,
             ALIGNED=aligned,
             NEAR=near,
+            STEP=step,
             NUM_TIERS=num_tiers,
             PS=kv.page_size,
             D=head_dim,
@@ -154,11 +156,11 @@ class TritonCompaction:
             num_stages=2,
             maxnreg=registers if narrow and multiplies_in_shared_memory() else None,
         )
-        return total.sub_(less, alpha=2.0**-40)
+        return total.sub_(less, alpha=step)
 
     def read_lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str) -> Tensor:
         shape = (len(jobs.slots), width_of(kv, columns), jobs.max_src)
-        out = torch.zeros(shape, dtype=torch.float32, device=jobs.slots.device)
+        out = torch.empty(shape, dtype=torch.float32, device=jobs.slots.device)
         self._lengths(kv, jobs, columns, role, out, inverse=False)
         return out
 
@@ -172,8 +174,9 @@ class TritonCompaction:
         return inverse
 
     def _lengths(self, kv: KVView, jobs: JobBatch, columns: slice, role: str, out: Tensor, *, inverse: bool) -> None:
-        """Into out float32[J, C, max_src or more]. Rows stay as they are stored: their lengths are the same."""
-        grid = triton.cdiv(jobs.max_src, LENGTHS), *out.shape[1::-1]
+        """Into out float32[J, C, max_src or more], 0 on padding. Rows stay as they are stored: their lengths are the
+        same."""
+        grid = triton.cdiv(out.shape[2], LENGTHS), *out.shape[1::-1]
         for args, codec, constants in by_tier(kv, jobs, columns, role, out):
             constants |= {name: value for name, value in reading(codec, constants["D"]).items() if name != "PAIRS"}
             row_lengths[grid](*args, INVERSE=inverse, N=LENGTHS, **constants)

@@ -8,12 +8,13 @@ from pagefold.backends.triton.rows import WHERE, decoded, source_rows
 from pagefold.store.shim import jit, tl, triton
 
 COLUMNS = 64  # rows that others are compared with at a time
+STEP, NEAR_STEP = 2.0**-40, 2.0**-22  # that cosines are counted in; an int32 holds the near steps of 256 of them
 
 
 def inverse_lengths(num_jobs: int, width: int, max_src: int, device: torch.device) -> Tensor:
-    """`inverse` of `compare_rows`, still of zeros."""
+    """Room for `inverse` of `compare_rows`."""
     stride = (triton.cdiv(max_src, COLUMNS) + 1) * COLUMNS
-    return torch.zeros(num_jobs, width, stride, dtype=torch.float32, device=device)
+    return torch.empty(num_jobs, width, stride, dtype=torch.float32, device=device)
 
 
 @jit
@@ -41,7 +42,8 @@ def row_lengths(
     GAIN: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of rows, C, J): out float32[J, C, max_src], max_src being theirs or more, the lengths of the source
-    rows of one tier, or, INVERSE, what makes the length of their `centred_pieces` 1."""
+    rows of one tier, or, INVERSE, what makes the length of their `centred_pieces` 1. The first tier's launch puts 0 for
+    all other rows."""
     i_j = tl.program_id(2)
     i = tl.program_id(0) * N + tl.arange(0, N)
     ok = i < tl.load(num_src + i_j)
@@ -60,7 +62,7 @@ def row_lengths(
     if INVERSE:  # a row shorter than 1e-6 counts as one of that length
         length = factor / tl.maximum(length, 1e-6)
     to = (i_j.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * max_src + i
-    tl.store(out + to, length, mask=ok)
+    tl.store(out + to, tl.where(ok, length, 0.0), mask=ok if TIER == 1 else i < max_src)
 
 
 @jit
@@ -151,6 +153,7 @@ def compare_rows(
     N: tl.constexpr,
     ALIGNED: tl.constexpr,
     NEAR: tl.constexpr,
+    STEP: tl.constexpr,
     NUM_TIERS: tl.constexpr,
     PS: tl.constexpr,
     D: tl.constexpr,
@@ -177,7 +180,7 @@ def compare_rows(
               ask for N rows too many. Not looked at where there are two tiers
     NEAR      a block has at most 256 rows, so that a place among every eighth of them is five bits
     total     float32[J, C, max_src]   of each row, the sum of its cosines with the others
-    less      int64[J, C, max_src]     what of it does not count, in steps of 2^-40: each row's cosine with the newest
+    less      int[J, C, max_src]       what of it does not count, in steps of STEP: each row's cosine with the newest
                                        other row that is similar is added to that one's. Integers, because sums of
                                        those do not depend on who comes first
     """
@@ -249,4 +252,4 @@ def compare_rows(
     cosine = (((newest & ((1 << BITS) - 1)) << 31 - BITS) + half).to(tl.float32, bitcast=True)
     found = tl.where(inside, tl.max(column, 1), -1)
     cosine = tl.sum(tl.where(column == found[:, None], cosine, 0.0), 1) * a_factor
-    tl.atomic_add(less + at + found, (cosine * 1099511627776.0).to(tl.int64), mask=found >= 0, sem="relaxed")
+    tl.atomic_add(less + at + found, (cosine * (1 / STEP)).to(less.dtype.element_ty), mask=found >= 0, sem="relaxed")

@@ -45,7 +45,7 @@ class TritonWindow:
         sums = torch.empty(num_jobs, num_columns, num_tiers, splits, num_queries, device=device)
         scores = torch.zeros(num_jobs, num_columns, max_src, device=device)
         found = finds_lengths(kv, jobs)
-        inverse = inverse_lengths(num_jobs, num_columns, max_src, device) if found else scores
+        inverse = inverse_lengths(num_jobs, num_columns, max_src, device).zero_() if found else scores
         of_window = (column_ids.start, kv.members.shape[1], num_slots, num_heads)
         rotated = kv.window
         if rotates(kv):

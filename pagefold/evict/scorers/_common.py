@@ -1,5 +1,7 @@
 """Small tools that several scorers share. Tensors are padded: `valid` (bool[J, 1, N]) is False on padding."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,11 +31,18 @@ def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
 def softmax_rows(logits: Tensor, valid: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """Softmax of scale * logits over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
     if row_kernels.serves(logits) and isinstance(scale, float):
-        return row_kernels.shares(logits, valid, softmax=True, scale=scale)
+        return row_kernels.softmax(logits, valid, scale)
     logits = (scale * logits).masked_fill(~valid, -torch.inf)
     if row_kernels.serves(logits):
-        return row_kernels.shares(logits, valid, softmax=True)
+        return row_kernels.softmax(logits, valid)
     return _shares((logits - logits.amax(-1, keepdim=True)).exp())
+
+
+def less_softmax(scores: Tensor, part: float, logits: Tensor, valid: Tensor, scale: float | Tensor) -> Tensor:
+    """part * scores - (1 - part) * softmax of scale * logits over the source rows. float[J, C, N]."""
+    if row_kernels.serves(scores) and row_kernels.serves(logits) and isinstance(scale, float):
+        return row_kernels.less_softmax(scores, part, logits, valid, scale)
+    return torch.sub(part * scores, softmax_rows(logits, valid, scale), alpha=1 - part)
 
 
 def shares_of_heads(logits: Tensor, valid: Tensor) -> Tensor:
@@ -43,13 +52,23 @@ def shares_of_heads(logits: Tensor, valid: Tensor) -> Tensor:
     return softmax_rows(logits, valid[:, :, None]).mean(2)
 
 
-def times_mean(x: Tensor, valid: Tensor) -> Tensor:
-    """x >= 0 as a multiple of its mean over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
-    if row_kernels.serves(x):
-        return row_kernels.shares(x, valid, softmax=False)
-    x = x.masked_fill(~valid, 0.0)
+def weighed(scores: Tensor, plus: float, x: Tensor, valid: Tensor) -> Tensor:
+    """(scores + plus / N) * x, x >= 0 as a multiple of its mean over the N source rows. float[J, C, N], up to 2 million
+    rows."""
+    if row_kernels.serves(scores) and row_kernels.serves(x):
+        return row_kernels.weighed(scores, plus, x, valid)
+    x, count = x.masked_fill(~valid, 0.0), valid.sum(-1, keepdim=True)
     largest = x.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    return _shares(x / largest) * valid.sum(-1, keepdim=True)
+    return (scores + plus / count.to(scores.dtype)) * (_shares(x / largest) * count)
+
+
+def remembered(scores: Tensor, before: Tensor, num_dropped: Tensor, first: Tensor, rate: float) -> Tensor:
+    """The larger of the scores and of rate^num_dropped * before, which is 0 for jobs that are the `first` of their
+    request. float[J, C, N], int64[J], bool[J]; rate in (0, 1]."""
+    if row_kernels.serves(scores) and row_kernels.serves(before):
+        return row_kernels.remembered(scores, before, num_dropped, first, rate)
+    left = (num_dropped.to(scores.dtype) * math.log2(rate)).exp2().masked_fill(first, 0.0)
+    return torch.maximum(scores, left[:, None, None] * before)
 
 
 def _shares(weights: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import max_pool_rows, require, require_kernel, softmax_rows, times_mean
+from pagefold.evict.scorers._common import less_softmax, max_pool_rows, remembered, require, require_kernel, weighed
 from pagefold.store.format import Plane
 
 POOLS = ("none", "once", "always")
@@ -79,11 +79,14 @@ class Zipage:
             pooled = max_pool_rows(scores, ctx.valid, self.kernel)
             scores = pooled if self.pool == "always" else torch.where(ctx.first[:, None, None], pooled, scores)
         if self.values:
-            unseen = self.eps / ctx.num_src.to(scores.dtype)[:, None, None]
-            scores = (scores + unseen) * times_mean(ctx.rows.value_lengths(), ctx.valid)
+            scores = weighed(scores, self.eps, ctx.rows.value_lengths(), ctx.valid)
         if self.redundancy == "none":
             return scores
-        return torch.sub(self.lam * scores, self._redundancy(ctx), alpha=1 - self.lam)
+        # A block longer than all the rows is cut to them, but still divides by its nominal length.
+        full = self.redundancy == "full"
+        block, compared = (None, ctx.num_src[:, None, None]) if full else (self.block, self.block)
+        crowding = ctx.rows.crowding(self.threshold, block)
+        return less_softmax(scores, self.lam, crowding, ctx.valid, 1 / (self.tau * compared))
 
     def _remember(self, ctx: ScoreContext, attention: Tensor) -> Tensor:
         """S -> S', which becomes the F of the rows that are kept: before pooling, and only in their new pages.
@@ -93,17 +96,7 @@ class Zipage:
         """
         if self.alpha == 0:
             return attention
-        # what rows that were never folded hold is 0, and so a number
-        left = (self.alpha ** (ctx.num_dropped.to(attention.dtype) / self.block)).masked_fill(ctx.first, 0.0)
-        scores = torch.maximum(attention, left[:, None, None] * ctx.rows.state("global_score")[..., 0])
+        before = ctx.rows.state("global_score")[..., 0]
+        scores = remembered(attention, before, ctx.num_dropped, ctx.first, self.alpha ** (1 / self.block))
         ctx.new_state["global_score"] = scores.float()[..., None]
         return scores
-
-    def _redundancy(self, ctx: ScoreContext) -> Tensor:
-        """R: float[J, C, N], sums to 1 over a job's source rows, 0 on padding."""
-        if self.redundancy == "full":
-            block, compared = None, ctx.num_src[:, None, None]
-        else:
-            # A block longer than all the rows is cut to them, but still divides by its nominal length.
-            block, compared = self.block, self.block
-        return softmax_rows(ctx.rows.crowding(self.threshold, block), ctx.valid, 1 / (self.tau * compared))
