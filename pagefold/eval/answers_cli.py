@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pagefold.core.types import InputError
 from pagefold.eval.flags import FORMATS, SCORERS, add_engine_flags, engine_options, listed, new_file
-from pagefold.eval.shown import console
+from pagefold.eval.shown import console, model_name
 from pagefold.eval.train_options import TrainOptions
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def _run_task(args: argparse.Namespace) -> int:
     task = args.make_task(args, loaded)
     samples = run_answers(loaded, options, task, variants, args.samples)
     records = summarise(samples, variants, len(task.prompts))
-    show_answers(args, f"{task.name}: {len(task.prompts)} problems, {config.model.model}", samples.settings, records)
+    show_answers(
+        args, f"{task.name}: {len(task.prompts)} problems, {model_name(config.model.model)}", samples.settings, records
+    )
     return 0
 
 

@@ -10,7 +10,7 @@ from pagefold.core.config import EngineConfig, ModelConfig
 from pagefold.core.types import InputError
 from pagefold.eval.answers_cli import ENGINE, add_variant_flags, show_answers
 from pagefold.eval.flags import add_engine_flags, engine_options
-from pagefold.eval.shown import short_name
+from pagefold.eval.shown import model_name, short_name
 from pagefold.eval.texts import DEFAULT_TEXT, encode_text, load_text
 
 OWN = ("kv_format_skip_layers", "kv_skip_format", "kv_keep_bytes")
@@ -51,10 +51,9 @@ def _run(args: argparse.Namespace) -> int:
     records = summarise(samples, variants, len(talks) * args.turns)
     for record, turns in zip(records, turns_of(samples, variants, len(talks), args.turns), strict=True):
         record["turns"] = turns
-    title = (
-        f"recall: {len(talks)} conversations of {args.turns} turns, {args.tokens} tokens and {args.keys} keys in the"
-    )
-    show_answers(args, f"{title} first, {config.model.model}", samples.settings, records, turns_table(records))
+    turns = f"{len(talks)} conversations of {args.turns} turns, {args.tokens} tokens and {args.keys} keys in the first"
+    title = f"recall: {turns}, {model_name(config.model.model)}"
+    show_answers(args, title, samples.settings, records, turns_table(records))
     return 0
 
 

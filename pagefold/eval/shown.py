@@ -2,6 +2,7 @@
 
 import re
 import sys
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,3 +17,9 @@ def console() -> Console:
 def short_name(name: str) -> str:
     """The name of a configuration, or a line of them, with files without their folders."""
     return re.sub(r"=[^,=\s]*/", "=", name)
+
+
+def model_name(model: str) -> str:
+    """A model's file or folder without those that it lies in, or its id."""
+    path = Path(model)
+    return path.name if path.exists() else model

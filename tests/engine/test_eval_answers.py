@@ -13,6 +13,7 @@ from pagefold.engine.build import Loaded
 from pagefold.eval import chains
 from pagefold.eval.answers import FULL, Answer, Samples, Task, Variant, engine_config, make_variants, run_answers
 from pagefold.eval.answers_report import answers_table, draw_chart, kept, summarise, verdicts
+from pagefold.eval.shown import model_name
 from pagefold.eval.statistics import bootstrap, mcnemar, wilson
 from tests.engine.tiny import tiny_loaded
 
@@ -169,6 +170,12 @@ def test_records_table_verdicts_and_chart(tmp_path):
     draw_chart("t", records, tmp_path / "a.svg")
     for name in ("zipage", "recency", "full int4"):
         assert name in (tmp_path / "a.svg").read_text()
+
+
+def test_titles_name_a_models_file_without_its_folders(tmp_path):
+    (tmp_path / "coder.gguf").touch()
+    assert model_name(str(tmp_path / "coder.gguf")) == "coder.gguf"
+    assert model_name("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
 
 
 def test_chains_are_judged_by_their_last_value_and_their_thought():
