@@ -1,4 +1,5 @@
-"""What scorers compute along the rows of a head, a kernel each, for devices: as torch operations a dozen launches each.
+"""What scorers compute along the rows of a head, a kernel each, for devices: as torch operations up to a dozen
+launches each.
 
 `pagefold.evict.scorers._common` has the same functions in torch, which are the definition.
 """
@@ -28,7 +29,8 @@ def largest(x, valid, n, other, N: tl.constexpr):
     for start in range(0, n, N):
         b_x, _ = masked(x, valid, start + tl.arange(0, N), n, other)
         best = tl.maximum(best, b_x, propagate_nan=tl.PropagateNan.ALL)
-    return tl.max(best, 0)
+    nans = tl.sum((best != best).to(tl.int32), 0)  # a maximum across lanes passes over them
+    return tl.where(nans > 0, float("nan"), tl.max(best, 0))
 
 
 @jit(do_not_specialize=["n", "per_job", "slope", "part", "plus"])
@@ -36,9 +38,9 @@ def share_rows(
     x, valid, scores, out, n, per_job, slope, part, plus, SOFTMAX: tl.constexpr, SCORED: tl.constexpr,
     STEPS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads): out float32[heads, n], what a head's x come to beside each other, 0 on padding: their softmax,
-    SOFTMAX, of slope * x, or else x as multiples of their mean. SCORED, scores float32[heads, n] with that:
-    part * scores - (1 - part) * softmax, or (scores + plus / rows) * multiple.
+    """Grid (heads): out float32[heads, n]: of a head's x, 0 on padding, the softmax of slope * x, SOFTMAX, or multiples
+    of their mean. SCORED: what scores float32[heads, n] become by these, part * scores - (1 - part) * softmax, or
+    (scores + plus / N) * multiple, N being the head's source rows.
 
     valid   uint8[jobs, n]; `per_job` heads have the same
     """
@@ -47,13 +49,13 @@ def share_rows(
     valid += i_head // per_job * n
     o_n = tl.arange(0, N)
     other = float("-inf") if SOFTMAX else 0.0
-    scale = largest(x, valid, n, other, N)
-    if not SOFTMAX:
-        scale = 1.0 / tl.maximum(scale, 1.1754943508222875e-38)  # the least normal float32
+    most = largest(x, valid, n, other, N)
+    if not SOFTMAX:  # the least normal float32, so that rows of zeros have a share of 0
+        most = tl.maximum(most, 1.1754943508222875e-38, propagate_nan=tl.PropagateNan.ALL)
     steps, count = tl.zeros([N], tl.int64), tl.zeros([N], tl.int32)
     for start in range(0, n, N):
         b_x, is_valid = masked(x, valid, start + o_n, n, other)
-        weight = tl.exp((b_x - scale) * slope) if SOFTMAX else b_x * scale
+        weight = tl.exp((b_x - most) * slope) if SOFTMAX else b_x * (1.0 / most)
         steps += (weight * STEPS).to(tl.int64)
         count += is_valid.to(tl.int32)
     factor = STEPS / tl.maximum(tl.sum(steps, 0), 1).to(tl.float32)
@@ -62,7 +64,7 @@ def share_rows(
         factor *= rows
     for start in range(0, n, N):
         b_x, _ = masked(x, valid, start + o_n, n, other)
-        weight = tl.exp((b_x - scale) * slope) if SOFTMAX else b_x * scale
+        weight = tl.exp((b_x - most) * slope) if SOFTMAX else b_x * (1.0 / most)
         share = weight * factor
         at = i_head * n + start + o_n
         if SCORED:
@@ -72,7 +74,7 @@ def share_rows(
 
 
 @jit(do_not_specialize=["n", "per_job", "slope"])
-def remember_rows(x, before, num_dropped, first, out, n, per_job, slope, N: tl.constexpr):
+def memory_rows(x, before, num_dropped, first, out, n, per_job, slope, N: tl.constexpr):
     """Grid (heads, tiles): out float32[heads, n], the larger of x and 2^(slope * num_dropped) * before, which counts as
     0 where `first`, uint8[jobs], is 1."""
     i_head = tl.program_id(0).to(tl.int64)
@@ -129,47 +131,28 @@ def serves(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda and x.dtype == torch.float32
 
 
-def softmax(x: Tensor, valid: Tensor, scale: float = 1.0) -> Tensor:
-    """float32[J, ..., N] of x of this shape; valid is bool[J, 1, ..., N]; `scale` > 0."""
-    return _shares(x, valid, None, softmax=True, slope=scale)
+def softmax(x: Tensor, valid: Tensor) -> Tensor:
+    """float32[J, ..., N] of x of this shape; valid is bool[J, 1, ..., N]."""
+    return _shares(x, valid, None, as_softmax=True)
 
 
-def less_softmax(scores: Tensor, part: float, x: Tensor, valid: Tensor, scale: float) -> Tensor:
+def minus_softmax(scores: Tensor, part: float, x: Tensor, valid: Tensor, scale: float) -> Tensor:
     """float32[J, C, N] of scores and x of this shape; valid is bool[J, 1, N]; `scale` > 0."""
-    return _shares(x, valid, scores, softmax=True, slope=scale, part=part)
+    return _shares(x, valid, scores, as_softmax=True, slope=scale, part=part)
 
 
 def weighed(scores: Tensor, plus: float, x: Tensor, valid: Tensor) -> Tensor:
     """float32[J, C, N] of scores and x of this shape; valid is bool[J, 1, N]."""
-    return _shares(x, valid, scores, softmax=False, plus=plus)
+    return _shares(x, valid, scores, as_softmax=False, plus=plus)
 
 
-def _shares(
-    x: Tensor, valid: Tensor, scores: Tensor | None, *, softmax: bool, slope: float = 1.0, part: float = 0.0,
-    plus: float = 0.0,
-) -> Tensor:  # fmt: skip
-    x, valid, out = _ready(x, valid)
-    n, heads = x.shape[-1], x.numel() // x.shape[-1]
-    share_rows[(heads,)](
-        x, valid, x if scores is None else scores.contiguous(), out, n, heads // len(x), slope, part, plus,
-        SOFTMAX=softmax, SCORED=scores is not None, STEPS=STEPS, N=TILE,
-    )  # fmt: skip
-    return out
-
-
-def remembered(x: Tensor, before: Tensor, num_dropped: Tensor, first: Tensor, rate: float) -> Tensor:
-    """float32[J, C, N] of x and before of this shape; int64[J], bool[J]; rate in (0, 1]."""
-    num_jobs, width, n = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    remember_rows[(num_jobs * width, triton.cdiv(n, TILE))](
-        x.contiguous(),
-        before.contiguous(),
-        num_dropped,
-        first.view(torch.uint8),
-        out,
-        n,
-        width,
-        math.log2(rate),
+def with_memory(scores: Tensor, before: Tensor, num_dropped: Tensor, first: Tensor, rate: float) -> Tensor:
+    """float32[J, C, N] of scores and before of this shape; int64[J], bool[J]; rate in (0, 1]."""
+    num_jobs, width, n = scores.shape
+    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    memory_rows[(num_jobs * width, triton.cdiv(n, TILE))](
+        *(scores.contiguous(), before.contiguous(), num_dropped, first.view(torch.uint8), out),
+        *(n, width, math.log2(rate)),
         N=TILE,
     )
     return out
@@ -190,6 +173,29 @@ def pooled(x: Tensor, valid: Tensor, kernel: int) -> Tensor:
     x, valid, out = _ready(x, valid)
     n, heads = x.shape[-1], x.numel() // x.shape[-1]
     pool_rows[(heads, triton.cdiv(n, TILE))](x, valid, out, n, heads // len(x), kernel // 2, N=TILE)
+    return out
+
+
+def _shares(
+    x: Tensor,
+    valid: Tensor,
+    scores: Tensor | None,
+    *,
+    as_softmax: bool,
+    slope: float = 1.0,
+    part: float = 0.0,
+    plus: float = 0.0,
+) -> Tensor:
+    x, valid, out = _ready(x, valid)
+    n, heads = x.shape[-1], x.numel() // x.shape[-1]
+    share_rows[(heads,)](
+        *(x, valid, x if scores is None else scores.contiguous(), out),
+        *(n, heads // len(x), slope, part, plus),
+        SOFTMAX=as_softmax,
+        SCORED=scores is not None,
+        STEPS=STEPS,
+        N=TILE,
+    )
     return out
 
 

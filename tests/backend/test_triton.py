@@ -449,13 +449,16 @@ def test_lengths_taken_on_the_way_serve_the_comparison_of_rows(monkeypatch, hot,
     view, ours = make_view(case), TritonBackend()
     columns, other = slice(1, 2), slice(0, 1)
     jobs = dataclasses.replace(make_jobs(view, case, dst_tier=0, first_page=1), compared=True)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: empty(*shape, **kwargs).fill_(torch.nan))
     ours.window_scores(view, jobs, columns, 0.3)
     launched, kernel = [], compaction.row_lengths
     counted = type("Counted", (), {"__getitem__": lambda _, grid: launched.append(grid) or kernel[grid]})()
     monkeypatch.setattr(compaction, "row_lengths", counted)
     for some, kv in ((columns, view), (other, view), (columns, copy_of(view))):
-        close(ours.crowding(kv, jobs, some, 0.3, 16), Reference().crowding(kv, jobs, some, 0.3, 16))
-    assert len(launched) == (2 if taken else 3)
+        for block in (16, None):
+            close(ours.crowding(kv, jobs, some, 0.3, block), Reference().crowding(kv, jobs, some, 0.3, block))
+    assert len(launched) == (4 if taken else 6)
 
 
 @interpreted

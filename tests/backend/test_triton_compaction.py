@@ -89,6 +89,22 @@ def test_crowding_of_many_tiles(monkeypatch, hot, cold, threshold, block):
     torch.testing.assert_close(ours, truth, atol=2e-3 if cold else 2e-5, rtol=1e-3 if cold else 1e-5)
 
 
+@interpreted
+@pytest.mark.parametrize("format", ["bf16", "int4"])
+def test_crowding_of_a_block_of_equal_rows(format):
+    """The newest row has no cosine that counts, not even of as many as a near block may have."""
+    case = Case("uniform", format, None, (256,), head_dim=32, num_window=1)
+    view = make_view(case)
+    jobs, first = make_jobs(view, case, 0), int(view.page_table[1, 0, 0]) * view.page_size
+    for part in ("k_data", "k_scale"):
+        rows = view.tiers[0].rows(part)
+        rows[:] = rows[first].clone()
+    ours = TritonBackend().crowding(view, jobs, slice(0, 1), 0.0, module.NEAR_ROWS)
+    truth = Reference().crowding(view, jobs, slice(0, 1), 0.0, module.NEAR_ROWS)
+    torch.testing.assert_close(ours, truth, atol=1e-3, rtol=1e-5)
+    assert truth[0, 0, -1].abs() < 1e-3 and (truth[0, 0, :255] > 253).all()
+
+
 def jobs_of(num_src: list[int], num_rows: list[int], num_pages: list[int]) -> JobBatch:
     """Jobs that selection looks at: lengths, and destination pages."""
     zeros = torch.zeros(len(num_src), dtype=torch.int64)

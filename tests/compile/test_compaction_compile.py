@@ -125,13 +125,13 @@ def test_queries_of_long_windows_are_turned_without_spills(monkeypatch, tmp_path
 def test_what_scorers_compute_along_rows_compiles(monkeypatch, tmp_path):
     """In registers, each of them a launch."""
     found: list[Launch] = []
-    for name in ("share_rows", "remember_rows", "mean_share_rows", "pool_rows"):
+    for name in ("share_rows", "memory_rows", "mean_share_rows", "pool_rows"):
         monkeypatch.setattr(row_kernels, name, Recorder(getattr(row_kernels, name), found))
     x, valid = torch.zeros(2, 3, 1280), torch.ones(2, 1, 1280, dtype=torch.bool)
     row_kernels.softmax(x, valid)
-    row_kernels.less_softmax(x, 0.2, x, valid, 5.0)
+    row_kernels.minus_softmax(x, 0.2, x, valid, 5.0)
     row_kernels.weighed(x, 6.0, x, valid)
-    row_kernels.remembered(x, x, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), 0.8)
+    row_kernels.with_memory(x, x, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), 0.8)
     row_kernels.pooled(x, valid, 7)
     row_kernels.mean_shares(x[:, :, None].expand(-1, -1, 4, -1), valid)
     assert len(found) == 6

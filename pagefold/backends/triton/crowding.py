@@ -8,7 +8,7 @@ from pagefold.backends.triton.rows import WHERE, decoded, source_rows
 from pagefold.store.shim import jit, tl, triton
 
 COLUMNS = 64  # rows that others are compared with at a time
-STEP, NEAR_STEP = 2.0**-40, 2.0**-22  # that cosines are counted in; an int32 holds the near steps of 256 of them
+STEP, NEAR_STEP = 2.0**-40, 2.0**-22  # that cosines are counted in; an int32 holds twice what those of 255 rows come to
 
 
 def inverse_lengths(num_jobs: int, width: int, max_src: int, device: torch.device) -> Tensor:

@@ -28,21 +28,19 @@ def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
     return F.max_pool1d(scores.masked_fill(~valid, -torch.inf), kernel, stride=1, padding=kernel // 2)
 
 
-def softmax_rows(logits: Tensor, valid: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    """Softmax of scale * logits over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
-    if row_kernels.serves(logits) and isinstance(scale, float):
-        return row_kernels.softmax(logits, valid, scale)
-    logits = (scale * logits).masked_fill(~valid, -torch.inf)
+def softmax_rows(logits: Tensor, valid: Tensor) -> Tensor:
+    """Softmax over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
     if row_kernels.serves(logits):
         return row_kernels.softmax(logits, valid)
+    logits = logits.masked_fill(~valid, -torch.inf)
     return _shares((logits - logits.amax(-1, keepdim=True)).exp())
 
 
-def less_softmax(scores: Tensor, part: float, logits: Tensor, valid: Tensor, scale: float | Tensor) -> Tensor:
+def minus_softmax(scores: Tensor, part: float, logits: Tensor, valid: Tensor, scale: float | Tensor) -> Tensor:
     """part * scores - (1 - part) * softmax of scale * logits over the source rows. float[J, C, N]."""
     if row_kernels.serves(scores) and row_kernels.serves(logits) and isinstance(scale, float):
-        return row_kernels.less_softmax(scores, part, logits, valid, scale)
-    return torch.sub(part * scores, softmax_rows(logits, valid, scale), alpha=1 - part)
+        return row_kernels.minus_softmax(scores, part, logits, valid, scale)
+    return torch.sub(part * scores, softmax_rows(scale * logits, valid), alpha=1 - part)
 
 
 def shares_of_heads(logits: Tensor, valid: Tensor) -> Tensor:
@@ -62,13 +60,13 @@ def weighed(scores: Tensor, plus: float, x: Tensor, valid: Tensor) -> Tensor:
     return (scores + plus / count.to(scores.dtype)) * (_shares(x / largest) * count)
 
 
-def remembered(scores: Tensor, before: Tensor, num_dropped: Tensor, first: Tensor, rate: float) -> Tensor:
-    """The larger of the scores and of rate^num_dropped * before, which is 0 for jobs that are the `first` of their
-    request. float[J, C, N], int64[J], bool[J]; rate in (0, 1]."""
+def with_memory(scores: Tensor, before: Tensor, num_dropped: Tensor, first: Tensor, rate: float) -> Tensor:
+    """The larger of the scores and of rate^num_dropped * before, which counts as 0 for the `first` job of a request.
+    float[J, C, N], int64[J], bool[J]; rate in (0, 1]."""
     if row_kernels.serves(scores) and row_kernels.serves(before):
-        return row_kernels.remembered(scores, before, num_dropped, first, rate)
-    left = (num_dropped.to(scores.dtype) * math.log2(rate)).exp2().masked_fill(first, 0.0)
-    return torch.maximum(scores, left[:, None, None] * before)
+        return row_kernels.with_memory(scores, before, num_dropped, first, rate)
+    left = (num_dropped.to(scores.dtype) * math.log2(rate)).exp2()
+    return torch.maximum(scores, left[:, None, None] * before.masked_fill(first[:, None, None], 0.0))
 
 
 def _shares(weights: Tensor) -> Tensor:

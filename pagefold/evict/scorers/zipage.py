@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import less_softmax, max_pool_rows, remembered, require, require_kernel, weighed
+from pagefold.evict.scorers._common import max_pool_rows, minus_softmax, require, require_kernel, weighed, with_memory
 from pagefold.store.format import Plane
 
 POOLS = ("none", "once", "always")
@@ -86,7 +86,7 @@ class Zipage:
         full = self.redundancy == "full"
         block, compared = (None, ctx.num_src[:, None, None]) if full else (self.block, self.block)
         crowding = ctx.rows.crowding(self.threshold, block)
-        return less_softmax(scores, self.lam, crowding, ctx.valid, 1 / (self.tau * compared))
+        return minus_softmax(scores, self.lam, crowding, ctx.valid, 1 / (self.tau * compared))
 
     def _remember(self, ctx: ScoreContext, attention: Tensor) -> Tensor:
         """S -> S', which becomes the F of the rows that are kept: before pooling, and only in their new pages.
@@ -97,6 +97,6 @@ class Zipage:
         if self.alpha == 0:
             return attention
         before = ctx.rows.state("global_score")[..., 0]
-        scores = remembered(attention, before, ctx.num_dropped, ctx.first, self.alpha ** (1 / self.block))
+        scores = with_memory(attention, before, ctx.num_dropped, ctx.first, self.alpha ** (1 / self.block))
         ctx.new_state["global_score"] = scores.float()[..., None]
         return scores
