@@ -1,11 +1,14 @@
 """Triton 3.6's interpreter, less what it does over and over; its results stay. Interpreted tests take half the time."""
 
+import dataclasses
+
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
 patch_lang = interpreter._patch_lang
 reduce_slowly = interpreter.ReduceOps.apply_impl
+make_block_type = tl.core.block_type.__init__
 NUMBERS = {
     dtype.name: interpreter._get_np_dtype(dtype)
     for dtype in (
@@ -58,9 +61,26 @@ class Tuple(tl.core.tuple):
         self.given = given
 
 
+blocks: dict[tuple, tuple] = {}
+
+
+def block_type(self, element_ty, shape):
+    """What is worked out of a shape is kept."""
+    key = element_ty.name, *map(tl.core._unwrap_if_constexpr, shape)
+    if key not in blocks:
+        make_block_type(self, element_ty, shape)
+        blocks[key] = self.shape, self.numel, self.name
+    self.element_ty = element_ty
+    self.shape, self.numel, self.name = blocks[key]
+
+
 def hurry() -> None:
+    # whether integers overflow is worked out at every step in 64 bits, and asserted with another option alone, debug
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     interpreter._patch_lang = patch_lang_once
     interpreter._get_np_dtype = np_dtype
     interpreter.ReduceOps.apply_impl = reduce_xor
+    tl.core.block_type.__init__ = block_type
     tl.core.tuple.__init__ = Tuple.__init__
     tl.core.tuple.type = Tuple.type
