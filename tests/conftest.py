@@ -46,6 +46,15 @@ def seeds():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def small_device(monkeypatch):
+    """Programs that a device runs at once are interpreted one after the other."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from pagefold.backends.triton import plan
+
+        monkeypatch.setattr(plan, "multiprocessors", lambda: 4)
+
+
 @pytest.fixture
 def drop_in(tmp_path, monkeypatch):
     """Save a page's example under the name the page gives it, in a folder that the registry takes for its own."""

@@ -30,7 +30,7 @@ VALUES = [0.0, -0.0, 1.0, -1.0, 2.5, 1e-45, -1e-45, 3e38, -3e38, math.inf, -math
 
 @pytest.mark.slow
 @plain
-@pytest.mark.parametrize("part", ["crowding", "selection", "batch"])
+@pytest.mark.parametrize("part", ["crowding", "not crowding"])
 def test_in_the_interpreter(part):
     assert_passes_interpreted(__file__, "-k", part)
 
