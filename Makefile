@@ -1,12 +1,13 @@
 # Every target sets itself up on a fresh clone, in .venv. `make PYTHON=python3.12 ...` picks the interpreter.
 PYTHON ?= python3
-# One torch thread per test process: two processes keep two cores busy, and thread counts cannot change a sum.
+# One torch thread per test process: two processes keep two cores busy, and thread counts cannot change a sum. Files in the
+# order of their names, so that short ones come last and no process waits for long.
 JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # With a GPU the ordinary torch wheel; without one the release in constraints.txt, whose CPU build pip can find.
 HAS_GPU := $(shell { command -v nvidia-smi || test -e /dev/nvidia0; } >/dev/null 2>&1 && echo yes)

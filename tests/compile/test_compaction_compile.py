@@ -76,7 +76,7 @@ def test_a_fold_is_few_launches(monkeypatch, hot, cold):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("hot, cold", TIERS)
 def test_kernels_compile_without_spills(monkeypatch, tmp_path, hot, cold, capability):
     if capability < 89 and "fp8" in (hot, cold):

@@ -178,10 +178,10 @@ def test_what_cannot_be_run_is_refused_in_one_line(argv, words, options, capsys)
 @pytest.mark.slow
 def test_smollm2_on_a_cpu_shows_the_gain(smollm2, tmp_path):
     figures = tmp_path / "out.json"
-    argv = ["bench", "multiturn", "smollm2", "--sessions", "5", "--turns", "3", "--output-len", "8"]
-    argv += ["--first-len", "384", "--next-len", "32", "--against", "full", "--threads", "1", "--page-size", "16"]
-    argv += ["--kv-eviction", "snapkv", "--kv-budget-ratio", "0.25", "--kv-prefill-buffer", "128"]
-    argv += ["--kv-cache-memory-bytes", "40000000", "--kv-keep-bytes", "40000000", "--max-model-len", "512"]
+    argv = ["bench", "multiturn", "smollm2", "--sessions", "5", "--turns", "2", "--output-len", "8"]
+    argv += ["--first-len", "192", "--next-len", "16", "--against", "full", "--threads", "1", "--page-size", "16"]
+    argv += ["--kv-eviction", "snapkv", "--kv-budget-ratio", "0.25", "--kv-prefill-buffer", "64"]
+    argv += ["--kv-cache-memory-bytes", "20000000", "--kv-keep-bytes", "20000000", "--max-model-len", "256"]
     assert main([*argv, "--json", str(figures)]) == 0
     kept, full = json.loads(figures.read_text())["results"]
     computed = lambda result: sum(r["prompt_tokens"] - r["cached_tokens"] for r in result["rounds"][1:])  # noqa: E731
