@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from pagefold.bench.charts import bar_chart
@@ -134,9 +135,9 @@ def ablation_table(ablation: Ablation, results: list[Result], threads: int) -> T
             cells += [f"{result.preemptions}", f"{result.folds}", f"{result.rows_evicted:.0f}"]
             cells.append(f"{result.compaction_s:.2f} ({result.compaction_s / result.wall_s:.1%})" if result.ok else "")
         cells = cells if result.ok else []
-        table.add_row(label_of(result), *cells, *[""] * (len(names) + 1 - len(cells)), result.note)
+        table.add_row(label_of(result), *cells, *[""] * (len(names) + 1 - len(cells)), escape(result.note))
     for name, reason in ablation.absent.items():
-        table.add_row(name, *[""] * (len(names) + 1), f"not run: {reason}")
+        table.add_row(name, *[""] * (len(names) + 1), escape(f"not run: {reason}"))
     return table
 
 

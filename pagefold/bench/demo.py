@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -194,7 +195,7 @@ def texts_table(runs: list[Run], prompt: str, index: int) -> Table:
     for run in shown:
         table.add_column(run.name, ratio=1)
     texts = [run.served.outputs[index].outputs[0].text.strip() for run in shown]
-    table.add_row(*(f"{text[:TEXT_SHOWN]}..." if len(text) > TEXT_SHOWN else text for text in texts))
+    table.add_row(*(escape(f"{text[:TEXT_SHOWN]}..." if len(text) > TEXT_SHOWN else text) for text in texts))
     return table
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pagefold.bench.peers import PeerHome, Workload, last_words, peer_environment
@@ -217,20 +218,25 @@ _COLUMNS = {
 }
 
 
-def _print(found: dict[str, Any], console: Console) -> None:
+def comparison_table(found: Mapping[str, Any]) -> Table:
+    """A row for the engine offline, if it ran, and for every server; a note where there are no figures."""
     bench = found["bench"]
     title = f"{bench['num_prompts']} requests, {bench['random_input_len']} tokens in, {bench['random_output_len']} out"
     table = Table(title=title)
     for heading in ("", "tok/s", *(f"{name} {which}" for name in _COLUMNS for which in ("median", "p99")), "note"):
         table.add_column(heading, justify="right" if heading not in ("", "note") else "left")
     if offline := found.get("offline"):
-        table.add_row("offline", f"{offline['tok_s']:.0f}", *["" for _ in range(6)], offline["note"])
+        table.add_row("offline", f"{offline['tok_s']:.0f}", *["" for _ in range(6)], escape(offline["note"]))
     for name, report in found["servers"].items():
         keys = [key for pair in _COLUMNS.values() for key in pair]
         rate = report.get("output_throughput")
         failed = f"{report['failed']} failed" if report.get("failed") else report.get("note", "")
         cells = [f"{report[key]:.1f}" if key in report else "" for key in keys]
-        table.add_row(name, "" if rate is None else f"{rate:.0f}", *cells, failed)
-    console.print(table)
+        table.add_row(name, "" if rate is None else f"{rate:.0f}", *cells, escape(failed))
+    return table
+
+
+def _print(found: dict[str, Any], console: Console) -> None:
+    console.print(comparison_table(found))
     if "served_over_offline" in found:
         console.print(f"served / offline: {found['served_over_offline']:.3f}")

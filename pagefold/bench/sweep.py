@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from pagefold.bench.charts import lines_chart
@@ -73,7 +74,7 @@ def sweep_table(lengths: Sequence[int], results: Sequence[list[Result]], title: 
             if result.ok:
                 times = f"{result.tok_s / column[0].tok_s:.2f}" if column[0].ok else ""
                 cells = [f"{result.tok_s:.1f}", times, *_ours(result)]
-            table.add_row(label_of(result), f"{length}", *cells, result.note, end_section=length == lengths[-1])
+            table.add_row(label_of(result), f"{length}", *cells, escape(result.note), end_section=length == lengths[-1])
     return table
 
 

@@ -1,12 +1,14 @@
 """`pagefold bench serve --serve`: our server, the engine offline and another server, on the same requests."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("aiohttp")
 
-from pagefold.bench.serve_compare import ServerFailed, offline_work, running
+from pagefold.bench.serve_compare import ServerFailed, comparison_table, offline_work, running
 from pagefold.bench.serve_load import ServeBench
 from pagefold.cli import main
 from pagefold.core.types import InputError
@@ -53,6 +55,14 @@ def model(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return folder
+
+
+def test_a_note_keeps_its_brackets():
+    bench = {"num_prompts": 1, "random_input_len": 2, "random_output_len": 3}
+    shown = io.StringIO()
+    found = {"bench": bench, "servers": {"pagefold": {"note": "pip install 'pagefold[server]'"}}}
+    Console(file=shown, width=300).print(comparison_table(found))
+    assert "'pagefold[server]'" in shown.getvalue()
 
 
 @pytest.mark.slow
