@@ -58,21 +58,34 @@ def full_batch(num_groups: int, **options) -> Engine:
     return engine
 
 
-def step_times(engine: Engine) -> list[float]:
-    """Milliseconds of processor time that the host takes per step, the worker's apart."""
-    times = []
+def yardstick() -> float:
+    """Seconds of processor time that work of the kinds a step is made of takes here and now: 3.3 ms on a quiet core of
+    an AMD EPYC, twice that beside a busy one."""
+    start = time.thread_time()
+    table: dict[int, tuple[int, int]] = {}
+    for i in range(20_000):
+        table[i % 256] = i, len(table)
+    for _ in range(200):
+        np.arange(256).cumsum().argsort()
+    return time.thread_time() - start
+
+
+def step_costs(engine: Engine) -> list[float]:
+    """Processor time that the host takes per step, the worker's apart, in yardsticks."""
+    costs = []
     for _ in range(STEPS):
         own, start = engine.runner.seconds, time.thread_time()  # type: ignore[attr-defined]
         assert len(engine.step()) == RUNNING
-        times.append((time.thread_time() - start - (engine.runner.seconds - own)) * 1e3)  # type: ignore[attr-defined]
-    return times
+        seconds = time.thread_time() - start - (engine.runner.seconds - own)  # type: ignore[attr-defined]
+        costs.append(seconds / yardstick())
+    return costs
 
 
 @pytest.mark.parametrize("num_groups", [1, 72])
 @pytest.mark.parametrize("eviction", ["none", "zipage"])
 def test_a_step_of_a_full_batch_costs_the_host_a_few_milliseconds(num_groups, eviction):
     engine = full_batch(num_groups, kv_eviction=eviction, kv_budget=1024)
-    assert statistics.median(step_times(engine)) < 10
+    assert statistics.median(step_costs(engine)) < 3
     assert (engine.scheduler.stats.folds > RUNNING) == (eviction == "zipage")
 
 
