@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pagefold.core.registry import Registry
+from tests.interpreted import INTERPRETED
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -26,7 +27,7 @@ hypothesis.settings.load_profile("default")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
-if os.environ.get("TRITON_INTERPRET") == "1" and importlib.metadata.version("triton").startswith("3.6."):
+if INTERPRETED and importlib.metadata.version("triton").startswith("3.6."):
     import interpreter
 
     interpreter.hurry()
@@ -49,7 +50,7 @@ def seeds():
 @pytest.fixture(autouse=True)
 def small_device(monkeypatch):
     """Programs that a device runs at once are interpreted one after the other."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if INTERPRETED:
         from pagefold.backends.triton import plan
 
         monkeypatch.setattr(plan, "multiprocessors", lambda: 4)

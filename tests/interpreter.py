@@ -1,4 +1,4 @@
-"""Triton 3.6's interpreter, less what it does over and over; its results stay. Interpreted tests take half the time."""
+"""Triton 3.6's interpreter, less what it does over and over; its results stay."""
 
 import dataclasses
 

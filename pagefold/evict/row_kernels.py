@@ -35,12 +35,11 @@ def largest(x, valid, n, other, N: tl.constexpr):
 
 @jit(do_not_specialize=["n", "per_job", "slope", "part", "plus"])
 def share_rows(
-    x, valid, scores, out, n, per_job, slope, part, plus, SOFTMAX: tl.constexpr, SCORED: tl.constexpr,
-    STEPS: tl.constexpr, N: tl.constexpr,
+    x, valid, scores, out, n, per_job, slope, part, plus, SOFTMAX: tl.constexpr, STEPS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads): out float32[heads, n]: of a head's x, 0 on padding, the softmax of slope * x, SOFTMAX, or multiples
-    of their mean. SCORED: what scores float32[heads, n] become by these, part * scores - (1 - part) * softmax, or
-    (scores + plus / N) * multiple, N being the head's source rows.
+    """Grid (heads): out float32[heads, n], what scores float32[heads, n] become by a head's x: part * scores -
+    (1 - part) * softmax of slope * x, SOFTMAX, or (scores + plus / N) times x as a multiple of its mean, N being the
+    head's source rows.
 
     valid   uint8[jobs, n]; `per_job` heads have the same
     """
@@ -67,9 +66,8 @@ def share_rows(
         weight = tl.exp((b_x - most) * slope) if SOFTMAX else b_x * (1.0 / most)
         share = weight * factor
         at = i_head * n + start + o_n
-        if SCORED:
-            b_scores = tl.load(scores + at, mask=start + o_n < n, other=0.0)
-            share = part * b_scores - (1 - part) * share if SOFTMAX else (b_scores + plus / rows) * share
+        b_scores = tl.load(scores + at, mask=start + o_n < n, other=0.0)
+        share = part * b_scores - (1 - part) * share if SOFTMAX else (b_scores + plus / rows) * share
         tl.store(out + at, share, mask=start + o_n < n)
 
 
@@ -131,19 +129,14 @@ def serves(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda and x.dtype == torch.float32
 
 
-def softmax(x: Tensor, valid: Tensor) -> Tensor:
-    """float32[J, ..., N] of x of this shape; valid is bool[J, 1, ..., N]."""
-    return _shares(x, valid, None, as_softmax=True)
-
-
 def minus_softmax(scores: Tensor, part: float, x: Tensor, valid: Tensor, scale: float) -> Tensor:
     """float32[J, C, N] of scores and x of this shape; valid is bool[J, 1, N]; `scale` > 0."""
-    return _shares(x, valid, scores, as_softmax=True, slope=scale, part=part)
+    return _with_shares(scores, x, valid, softmax=True, slope=scale, part=part)
 
 
 def weighed(scores: Tensor, plus: float, x: Tensor, valid: Tensor) -> Tensor:
     """float32[J, C, N] of scores and x of this shape; valid is bool[J, 1, N]."""
-    return _shares(x, valid, scores, as_softmax=False, plus=plus)
+    return _with_shares(scores, x, valid, softmax=False, plus=plus)
 
 
 def with_memory(scores: Tensor, before: Tensor, num_dropped: Tensor, first: Tensor, rate: float) -> Tensor:
@@ -176,23 +169,23 @@ def pooled(x: Tensor, valid: Tensor, kernel: int) -> Tensor:
     return out
 
 
-def _shares(
+def _with_shares(
+    scores: Tensor,
     x: Tensor,
     valid: Tensor,
-    scores: Tensor | None,
     *,
-    as_softmax: bool,
+    softmax: bool,
     slope: float = 1.0,
     part: float = 0.0,
     plus: float = 0.0,
 ) -> Tensor:
+    """What `share_rows` makes of scores float32[J, C, N]."""
     x, valid, out = _ready(x, valid)
-    n, heads = x.shape[-1], x.numel() // x.shape[-1]
-    share_rows[(heads,)](
-        *(x, valid, x if scores is None else scores.contiguous(), out),
-        *(n, heads // len(x), slope, part, plus),
-        SOFTMAX=as_softmax,
-        SCORED=scores is not None,
+    num_jobs, width, n = x.shape
+    share_rows[(num_jobs * width,)](
+        *(x, valid, scores.contiguous(), out),
+        *(n, width, slope, part, plus),
+        SOFTMAX=softmax,
         STEPS=STEPS,
         N=TILE,
     )

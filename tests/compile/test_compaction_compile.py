@@ -76,7 +76,7 @@ def test_a_fold_is_few_launches(monkeypatch, hot, cold):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize("hot, cold", TIERS)
 def test_kernels_compile_without_spills(monkeypatch, tmp_path, hot, cold, capability):
     if capability < 89 and "fp8" in (hot, cold):
@@ -128,12 +128,12 @@ def test_what_scorers_compute_along_rows_compiles(monkeypatch, tmp_path):
     for name in ("share_rows", "memory_rows", "mean_share_rows", "pool_rows"):
         monkeypatch.setattr(row_kernels, name, Recorder(getattr(row_kernels, name), found))
     x, valid = torch.zeros(2, 3, 1280), torch.ones(2, 1, 1280, dtype=torch.bool)
-    row_kernels.softmax(x, valid)
     row_kernels.minus_softmax(x, 0.2, x, valid, 5.0)
     row_kernels.weighed(x, 6.0, x, valid)
     row_kernels.with_memory(x, x, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool), 0.8)
     row_kernels.pooled(x, valid, 7)
-    row_kernels.mean_shares(x[:, :, None].expand(-1, -1, 4, -1), valid)
+    for per_head in (1, 4):
+        row_kernels.mean_shares(x[:, :, None].expand(-1, -1, per_head, -1), valid)
     assert len(found) == 6
     for launch in found:
         for capability in (80, 90):

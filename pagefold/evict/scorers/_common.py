@@ -30,24 +30,24 @@ def max_pool_rows(scores: Tensor, valid: Tensor, kernel: int) -> Tensor:
 
 def softmax_rows(logits: Tensor, valid: Tensor) -> Tensor:
     """Softmax over the source rows, 0 on padding. float[J, C, N], up to 2 million rows."""
-    if row_kernels.serves(logits):
-        return row_kernels.softmax(logits, valid)
-    logits = logits.masked_fill(~valid, -torch.inf)
-    return _shares((logits - logits.amax(-1, keepdim=True)).exp())
+    return shares_of_heads(logits[:, :, None], valid)
 
 
 def minus_softmax(scores: Tensor, part: float, logits: Tensor, valid: Tensor, scale: float | Tensor) -> Tensor:
-    """part * scores - (1 - part) * softmax of scale * logits over the source rows. float[J, C, N]."""
+    """part * scores - (1 - part) * softmax of scale * logits over the source rows. float[J, C, N]; `scale` > 0 may be
+    float[J, 1, 1]."""
     if row_kernels.serves(scores) and row_kernels.serves(logits) and isinstance(scale, float):
         return row_kernels.minus_softmax(scores, part, logits, valid, scale)
     return torch.sub(part * scores, softmax_rows(scale * logits, valid), alpha=1 - part)
 
 
 def shares_of_heads(logits: Tensor, valid: Tensor) -> Tensor:
-    """Softmax over the source rows for each query head, and its mean over them: float[J, C, R, N] to float[J, C, N]."""
+    """Softmax over the source rows for each query head, and its mean over them, 0 on padding: float[J, C, R, N], up to
+    2 million rows, to float[J, C, N]."""
     if row_kernels.serves(logits):
         return row_kernels.mean_shares(logits, valid)
-    return softmax_rows(logits, valid[:, :, None]).mean(2)
+    logits = logits.masked_fill(~valid[:, :, None], -torch.inf)
+    return _shares((logits - logits.amax(-1, keepdim=True)).exp()).mean(2)
 
 
 def weighed(scores: Tensor, plus: float, x: Tensor, valid: Tensor) -> Tensor:

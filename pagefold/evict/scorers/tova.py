@@ -5,7 +5,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pagefold.evict.scorer import SCORERS, ScoreContext
-from pagefold.evict.scorers._common import softmax_rows
+from pagefold.evict.scorers._common import shares_of_heads
 from pagefold.store.format import Plane
 
 
@@ -26,6 +26,6 @@ class Tova:
     def score(self, ctx: ScoreContext) -> Tensor:
         query = ctx.rows.queries()[:, :, -1]
         logits = (query @ ctx.rows.keys().mT) * ctx.scale
-        attention = softmax_rows(logits, ctx.valid[:, :, None]).mean(2)
+        attention = shares_of_heads(logits, ctx.valid)
         same_layer = (ctx.layers[:, :, None] == ctx.layers[:, None]).to(attention.dtype)
         return (same_layer @ attention) / same_layer.sum(-1, keepdim=True)
